@@ -1,0 +1,216 @@
+"""Attention over packed documents, as functions of tensors.
+
+Axis letters: B batch, L query rows, S key rows, Hq query heads, Hkv key/value heads (``Hq % Hkv == 0``), D head dim of
+query and key, Dv head dim of value, Tq / Tk tokens of a packed ``[T, H, D]`` tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+from torch import Tensor
+
+from packed_sdpa._library import ops
+from packed_sdpa.layout import LayoutTensors, PackedLayout
+
+
+@overload
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    *,
+    is_causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    *,
+    is_causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    *,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * Q K^T + mask) V within each document of ``layout``; differentiable.
+
+    query ``[B, Hq, L, D]``, key ``[B, Hkv, S, D]``, value ``[B, Hkv, S, Dv]`` (float32, float64, bfloat16 or float16,
+    any strides) -> out ``[B, Hq, L, Dv]`` in the query's memory layout, and with ``return_lse`` the natural log of the
+    softmax denominator ``[B, Hq, L]`` (float32, float64 for float64; -inf for padding; not differentiable).
+
+    is_causal: a query sees the keys at or before its own place; bottom-right aligned where a document has other counts
+    of queries and keys. 2 queries over 4 keys::
+
+        1 1 1 0
+        1 1 1 1
+
+    window_size: inclusive counts of rows behind and ahead, -1 unlimited (as flash-attention).
+    scale: None is ``D ** -0.5``. dropout_p: in [0, 1), seeded from the default generator.
+    backend: ``auto`` takes the first that can; a name is an order, and raises with the backend's reasons; ``auto:NAME``
+    is a wish.
+
+    Rows outside every document give 0, lse -inf and zero gradients, whatever they hold.
+    """
+    _check_layout(query, key, layout)
+    out, lse = attention_on_tensors(
+        query,
+        key,
+        value,
+        layout.tensors(query.device),
+        is_causal=is_causal,
+        window_size=window_size,
+        scale=scale,
+        dropout_p=dropout_p,
+        backend=backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`packed_attention`, on packed tensors.
+
+    query ``[Tq, Hq, D]``, key ``[Tk, Hkv, D]``, value ``[Tk, Hkv, Dv]``, offsets integer ``[N + 1]`` -> out
+    ``[Tq, Hq, Dv]``, lse ``[Hq, Tq]``.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} must be 3-D [T, H, D], got shape {list(tensor.shape)}")
+    layout = PackedLayout.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0])
+    out, lse = packed_attention(
+        query.transpose(0, 1).unsqueeze(0),
+        key.transpose(0, 1).unsqueeze(0),
+        value.transpose(0, 1).unsqueeze(0),
+        layout,
+        is_causal=is_causal,
+        window_size=window_size,
+        scale=scale,
+        dropout_p=dropout_p,
+        backend=backend,
+        return_lse=True,
+    )
+    out = out.squeeze(0).transpose(0, 1)
+    return (out, lse.squeeze(0)) if return_lse else out
+
+
+def attention_on_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: LayoutTensors,
+    *,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The operator call itself: layout tensors already on the query's device -> (out, lse)."""
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    out, lse, _ = ops.varlen_attention_forward(
+        query, key, value, *layout, is_causal, window_size[0], window_size[1], scale, dropout_p, backend
+    )
+    return out, lse
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """One backend's answer to a call: no reasons means it can; ``chosen`` is the one that would run."""
+
+    name: str
+    chosen: bool
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        verdict = "chosen" if self.chosen else "could" if not self.reasons else "; ".join(self.reasons)
+        return f"{self.name}: {verdict}"
+
+
+class BackendReports(tuple[BackendReport, ...]):
+    """The backends in the order in which they are tried; prints as a list."""
+
+    @property
+    def chosen(self) -> str | None:
+        return next((report.name for report in self if report.chosen), None)
+
+    def __str__(self) -> str:
+        return "\n".join(str(report) for report in self)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    *,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> BackendReports:
+    """Which backend would take this call, and for each other one why not. Nothing is run."""
+    _check_layout(query, key, layout)
+    rows = ops.explain(query, key, value, list(layout.tensors()), is_causal, *window_size, dropout_p, backend)
+    return BackendReports(BackendReport(row[0], row[1] == "1", tuple(row[2:])) for row in rows)
+
+
+def available_backends() -> list[str]:
+    """Names that ``backend=`` takes beside ``auto``, in the order in which auto tries them."""
+    return ops.backend_names()
+
+
+def _check_layout(query: Tensor, key: Tensor, layout: PackedLayout) -> None:
+    if not isinstance(layout, PackedLayout):
+        raise TypeError(
+            f"layout must be a PackedLayout, got {type(layout).__name__}; make one with PackedLayout.from_doc_ids(ids)"
+        )
+    if query.dim() != 4 or key.dim() != 4:
+        raise ValueError(
+            f"query and key must be 4-D [B, H, S, D], got shapes {list(query.shape)} and {list(key.shape)}"
+        )
+    if (layout.batch, layout.rows_q, layout.rows_k) != (query.shape[0], query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"layout is for B {layout.batch}, {layout.rows_q} query rows and {layout.rows_k} key rows, got query "
+            f"{list(query.shape)} and key {list(key.shape)}; make the layout from this batch's doc_ids"
+        )

@@ -1,0 +1,137 @@
+"""Documents of a packed batch, as the tensors that travel with an attention call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from packed_sdpa._library import ops
+
+
+class LayoutTensors(NamedTuple):
+    """What an attention op is given (C++ `LayoutTensors`). N documents, Tq / Tk real tokens.
+
+    All on the device of the query but ``max_seqlens``, which stays on the host. Offsets index the gathered order, in
+    which the tokens of a document stand side by side; ``token_index_*`` maps it to flat rows (``b * S + i``) and is
+    empty when gathered order is row order.
+    """
+
+    cu_seqlens_q: Tensor  # int32 [N + 1]
+    cu_seqlens_k: Tensor  # int32 [N + 1]
+    token_index_q: Tensor  # int32 [Tq] or [0]
+    token_index_k: Tensor  # int32 [Tk] or [0]
+    diagonal_offsets: Tensor  # int32 [N] or [0]
+    max_seqlens: Tensor  # int64 [2], host
+
+    def to(self, device: torch.device) -> LayoutTensors:
+        if self.cu_seqlens_q.device == device:
+            return self
+        moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
+        return LayoutTensors(*moved, self.max_seqlens)
+
+
+class PackedLayout:
+    """Which query and key rows belong together. Immutable; checked once, when it is made.
+
+    Make one with :meth:`from_doc_ids`, :meth:`from_seqlens`, :meth:`from_cu_seqlens` or :meth:`from_position_ids`.
+    """
+
+    __slots__ = ("_copies", "_host", "batch", "rows_k", "rows_q")
+
+    batch: int  # B
+    rows_q: int  # L, query rows of a batch row
+    rows_k: int  # S, key rows of a batch row
+
+    def __init__(self, tensors: LayoutTensors, batch: int, rows_q: int, rows_k: int) -> None:
+        object.__setattr__(self, "_host", tensors)
+        object.__setattr__(self, "_copies", {})
+        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "rows_q", rows_q)
+        object.__setattr__(self, "rows_k", rows_k)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"PackedLayout is immutable, so {name} cannot be set; make a new layout")
+
+    @classmethod
+    def from_doc_ids(cls, doc_ids: Tensor, row_offset: int = 0, rows: int | None = None) -> PackedLayout:
+        """doc_ids: integer or bool ``[B, S]`` or ``[S]``, any device, copied; 0 is padding.
+
+        Queries are rows ``row_offset .. row_offset + rows`` of each batch row (``rows=None``: the rest). An id that
+        comes back after a gap in the same row is the same document; equal ids of different rows are not.
+
+        Raises ValueError (shape, negative ids, rows out of range) or TypeError (float ids).
+        """
+        tensors = LayoutTensors(*ops.layout_from_doc_ids(doc_ids, row_offset, rows))
+        size = doc_ids.shape[-1]
+        batch = doc_ids.shape[0] if doc_ids.dim() == 2 else 1
+        return cls(tensors, batch, size - row_offset if rows is None else rows, size)
+
+    @classmethod
+    def from_seqlens(cls, seqlens: Tensor | list[int], total: int | None = None) -> PackedLayout:
+        """seqlens: lengths ``[N]`` of the documents of one row of ``total`` tokens (default: their sum)."""
+        lengths = torch.as_tensor(seqlens, dtype=torch.int64) if isinstance(seqlens, list) else seqlens
+        tensors = LayoutTensors(*ops.layout_from_seqlens(lengths, total))
+        rows = int(tensors.cu_seqlens_k[-1]) if total is None else total
+        return cls(tensors, 1, rows, rows)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int | None = None, total_k: int | None = None
+    ) -> PackedLayout:
+        """cu_seqlens_q, cu_seqlens_k: offsets ``[N + 1]`` of one row; what is left up to total_q / total_k is padding."""
+        tensors = LayoutTensors(*ops.layout_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k))
+        rows_q = int(tensors.cu_seqlens_q[-1]) if total_q is None else total_q
+        rows_k = int(tensors.cu_seqlens_k[-1]) if total_k is None else total_k
+        return cls(tensors, 1, rows_q, rows_k)
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Tensor) -> PackedLayout:
+        """position_ids: ``[B, S]`` or ``[S]``; a document begins where a position is not its left neighbour plus one."""
+        tensors = LayoutTensors(*ops.layout_from_position_ids(position_ids))
+        batch = position_ids.shape[0] if position_ids.dim() == 2 else 1
+        return cls(tensors, batch, position_ids.shape[-1], position_ids.shape[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return self._host.cu_seqlens_k.numel() - 1
+
+    @property
+    def total_q(self) -> int:
+        """Real (non-padding) query tokens."""
+        return int(self._host.cu_seqlens_q[-1])
+
+    @property
+    def total_k(self) -> int:
+        """Real (non-padding) key tokens."""
+        return int(self._host.cu_seqlens_k[-1])
+
+    @property
+    def max_seqlen_q(self) -> int:
+        return int(self._host.max_seqlens[0])
+
+    @property
+    def max_seqlen_k(self) -> int:
+        return int(self._host.max_seqlens[1])
+
+    def tensors(self, device: torch.device | str = "cpu") -> LayoutTensors:
+        """The layout's tensors on a device, copied there once."""
+        device = torch.device(device)
+        if device.type == "cpu":
+            return self._host
+        copies: dict[torch.device, LayoutTensors] = self._copies
+        if device not in copies:
+            copies[device] = self._host.to(device)
+        return copies[device]
+
+    def materialize_mask(self, *, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+        """Dense bool mask ``[B, L, S]``, True where a query sees a key. For debugging and tests: O(B L S) memory."""
+        return ops.layout_mask(list(self._host), self.batch, self.rows_q, self.rows_k, is_causal, *window_size)
+
+    def __repr__(self) -> str:
+        return (
+            f"PackedLayout(B={self.batch}, L={self.rows_q}, S={self.rows_k}, num_documents={self.num_documents}, "
+            f"total_q={self.total_q}, total_k={self.total_k}, max_seqlen_q={self.max_seqlen_q}, "
+            f"max_seqlen_k={self.max_seqlen_k})"
+        )

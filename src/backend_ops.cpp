@@ -1,0 +1,55 @@
+// explain() and build facts for Python.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+#include <torch/headeronly/version.h>
+
+#include <string>
+#include <vector>
+
+#include "packed_sdpa/backend.h"
+
+namespace packed_sdpa {
+
+namespace {
+
+// Rows of [name, "1" when chosen, reason, reason, ...]; no data is read, meta tensors will do.
+std::vector<std::vector<std::string>> explain_op(const at::Tensor& query, const at::Tensor& key,
+                                                 const at::Tensor& value, at::TensorList layout, bool is_causal,
+                                                 int64_t window_left, int64_t window_right, double dropout_p,
+                                                 c10::string_view backend) {
+  AttentionCall call;
+  call.query = query;
+  call.key = key;
+  call.value = value;
+  call.layout = {layout[0], layout[1], layout[2], layout[3], layout[4], layout[5]};
+  call.mask = {is_causal, window_left, window_right};
+  call.dropout_p = dropout_p;
+  std::vector<std::vector<std::string>> rows;
+  for (const BackendReport& report : explain(make_request(call), backend)) {
+    std::vector<std::string> row{report.name, report.chosen ? "1" : "0"};
+    row.insert(row.end(), report.reasons.begin(), report.reasons.end());
+    rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+std::vector<std::string> backend_names() {
+  std::vector<std::string> names;
+  for (const AttentionBackend* backend : available_backends()) names.emplace_back(backend->name());
+  return names;
+}
+
+std::string built_with_torch() { return TORCH_VERSION; }
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
+  library.def(
+      "explain(Tensor query, Tensor key, Tensor value, Tensor[] layout, bool is_causal, int window_left, "
+      "int window_right, float dropout_p, str backend) -> str[][]",
+      explain_op);
+  library.def("backend_names() -> str[]", backend_names);
+  library.def("built_with_torch() -> str", built_with_torch);
+}
+
+}  // namespace packed_sdpa

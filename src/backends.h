@@ -1,0 +1,11 @@
+// The backends there are, one factory each; dispatch.cpp puts them in order.
+#pragma once
+
+#include "packed_sdpa/backend.h"
+
+namespace packed_sdpa {
+
+const AttentionBackend& cpu_backend();
+const AttentionBackend& reference_backend();
+
+}  // namespace packed_sdpa

@@ -1,0 +1,36 @@
+// The one place that validates arguments. Every message names the argument, the rule, the value and a cure.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "packed_sdpa/attention.h"
+#include "packed_sdpa/backend.h"
+#include "packed_sdpa/layout.h"
+
+namespace packed_sdpa::checks {
+
+// Python-like print of sizes: [2, 8, 16, 64].
+std::string shape_string(const at::Tensor& tensor);
+
+// doc_ids / position_ids: integer or bool, 1-D or 2-D; returns int64 [B, S] on the host, contiguous, a copy.
+at::Tensor host_ids(const at::Tensor& ids, const char* argument, bool allow_negative);
+// seqlens / cu_seqlens: integer, 1-D; returns int64 on the host.
+at::Tensor host_lengths(const at::Tensor& lengths, const char* argument);
+
+// Offsets start at 0, never decrease, end at or before `total`.
+void offsets(const at::Tensor& host_offsets, const char* argument, int64_t total);
+// Flat rows stay in [0, batch * rows), ascend within a document and never leave its batch row. `index` int32 [T].
+void token_index(const at::Tensor& index, const at::Tensor& offsets, const char* argument, int64_t batch, int64_t rows);
+void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q, int64_t rows_k);
+
+// Options alone: window, dropout, scale, backend name.
+void options(const AttentionOptions& options);
+void mask(const MaskOptions& mask);
+void dropout(double dropout_p);
+void scale(double scale);
+// query, key, value: 4-D, floating, same dtype and device, equal batch, Hq % Hkv == 0, equal D and S.
+void attention_inputs(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value);
+
+}  // namespace packed_sdpa::checks

@@ -1,0 +1,19 @@
+// Result tensors in the memory layout of what they belong to.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "packed_sdpa/backend.h"
+
+namespace packed_sdpa {
+
+// Uninitialized [B, H, rows, dim] as `like` lies in memory: [B, rows, H, dim] storage where its rows stride over its
+// heads (a transposed view of a projection), else contiguous.
+at::Tensor empty_laid_out_like(const at::Tensor& like, c10::SymInt dim);
+// lse is float32, for float64 inputs float64.
+c10::ScalarType lse_dtype(c10::ScalarType dtype);
+
+ForwardResult empty_forward_result(const AttentionCall& call);  // rng_state is an empty int64 tensor
+Gradients empty_gradients(const AttentionCall& call);
+
+}  // namespace packed_sdpa
