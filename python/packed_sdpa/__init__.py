@@ -1,5 +1,6 @@
 """Exact, fast attention for packed sequences."""
 
+from packed_sdpa._library import CMAKE_PREFIX_PATH as cmake_prefix_path
 from packed_sdpa.functional import available_backends, explain, packed_attention, varlen_attention
 from packed_sdpa.layout import LayoutTensors, PackedLayout
 
@@ -9,6 +10,7 @@ __all__ = [
     "LayoutTensors",
     "PackedLayout",
     "available_backends",
+    "cmake_prefix_path",
     "explain",
     "packed_attention",
     "varlen_attention",
