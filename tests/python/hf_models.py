@@ -67,13 +67,23 @@ ARCHITECTURES = {
     "gpt2": Architecture(
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "resid_pdrop": 0,
+            "embd_pdrop": 0,
+            "attn_pdrop": 0,
+        },
         hooks=False,
     ),
     "gpt_neox": Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", {}, hooks=False),
     "gemma": Architecture("GemmaForCausalLM", "GemmaConfig", {"head_dim": 16}),
     "mixtral": Architecture(
-        "MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",
@@ -146,7 +156,9 @@ def rotated(lengths: tuple[int, ...], by: int) -> tuple[int, ...]:
     return lengths[by:] + lengths[:by]
 
 
-def each_alone(model: torch.nn.Module, batch: dict[str, torch.Tensor], lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+def each_alone(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], lengths: tuple[int, ...] = LENGTHS
+) -> torch.Tensor:
     """Logits [B, S, V] of every document run by itself, put back in its place."""
     rows = []
     for row, ids in enumerate(batch["input_ids"]):
