@@ -40,6 +40,7 @@ class Architecture:
         torch.manual_seed(seed)
         config = getattr(transformers, self.config)(**{**_SMALL, **self.changes, **changes})
         config._attn_implementation = "sdpa"
+        config._experts_implementation = "eager"  # the grouped kernel has no float64
         model: Callable = getattr(transformers, self.model)
         return model(config).to(dtype)
 
