@@ -425,8 +425,16 @@ def supports_sdpa(model: nn.Module) -> bool:
     return bool(getattr(model, "_supports_sdpa", False))
 
 
-def implementation(config: Any) -> str | None:
-    return getattr(config, "_attn_implementation", None)
+def why_no_sdpa(model: nn.Module, attention: nn.Module) -> str:
+    """What of a model's attention sdpa does not have, as far as its config and its attention module tell."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return f"it soft-caps its logits, attn_logit_softcapping={config.attn_logit_softcapping}"
+    if isinstance(getattr(attention, "sinks", None), Tensor):
+        return "it has attention sinks"
+    if getattr(config, "alibi", False):
+        return "it has ALiBi"
+    return "it has attention that only eager computes"
 
 
 def switch_implementation(config: Any) -> Callable[[], None]:

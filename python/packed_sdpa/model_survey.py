@@ -60,8 +60,8 @@ def survey(model: nn.Module, route: str, matches: Callable[[str, nn.Module], boo
         for owner in owners[name]:
             if not hf.supports_sdpa(owner):
                 raise ValueError(
-                    f"{type(owner).__name__} does not support sdpa in Transformers (it has attention that only eager "
-                    "computes), so packed attention cannot take its place; train it unpacked"
+                    f"{type(owner).__name__} does not support sdpa in Transformers ({hf.why_no_sdpa(owner, module)}), so "
+                    "packed attention cannot take its place; train it unpacked"
                 )
         for part in (*owners[name], module):
             if part.config not in _Identity(found.configs):
