@@ -60,8 +60,8 @@ def survey(model: nn.Module, route: str, matches: Callable[[str, nn.Module], boo
         for owner in owners[name]:
             if not hf.supports_sdpa(owner):
                 raise ValueError(
-                    f"{type(owner).__name__} does not support sdpa in Transformers ({hf.why_no_sdpa(owner, module)}), so "
-                    "packed attention cannot take its place; train it unpacked"
+                    f"{type(owner).__name__} does not support sdpa in Transformers "
+                    f"({hf.why_no_sdpa(owner, module)}), so packed attention cannot take its place; train it unpacked"
                 )
         for part in (*owners[name], module):
             if part.config not in _Identity(found.configs):
@@ -183,7 +183,7 @@ def _nothing_found(model: nn.Module, modules: dict[str, nn.Module], interface: l
 
 
 def _looks_like_attention(name: str, module: nn.Module) -> bool:
-    if _MIXES_NO_TOKENS.search(type(module).__name__):
+    if re.search(r"Norm|Dropout|Embedding", type(module).__name__):
         return False
     named = _ATTENTION_LIKE.search(name.split(".")[-1]) and next(module.parameters(), None) is not None
     return bool(named or _ATTENTION_LIKE.search(type(module).__name__))
