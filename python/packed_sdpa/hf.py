@@ -55,7 +55,7 @@ class DocumentMask(NamedTuple):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TypeError(
+        raise RuntimeError(  # a TypeError of an operator would lose its text
             f"packed_sdpa: {getattr(func, '__name__', func)} was given the documents in the place of an attention "
             "mask: a layer of this model computes attention itself, not through Transformers' attention interface; "
             "use packed_sdpa.attach(model, route='hooks'), or detach"
