@@ -19,5 +19,11 @@ struct CpuKernels {
 namespace scalar {
 CpuKernels kernels(ScalarType dtype);
 }
+namespace avx2 {
+CpuKernels kernels(ScalarType dtype);
+}
+namespace avx512 {
+CpuKernels kernels(ScalarType dtype);
+}
 
 }  // namespace packed_sdpa::cpu
