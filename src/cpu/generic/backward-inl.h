@@ -1,7 +1,7 @@
 // Backward, one work item: for a block of keys of one document, all heads of a key/value head's group
 //   pack K, K^T and V once
 //   for each tile of stacked query rows that sees the block, last to first:  pack Q^T, Q, dO^T, dO; delta = rowsum(dO O)
-//     for each strip of keys:  S^T = K Q^T;  dP^T = V dO^T;  P^T = 2^(c S^T - lse2);  dS^T = P^T (dP^T - delta)
+//     for each strip of keys:  S^T = K Q^T;  dP^T = V dO^T;  P^T = exp(scale S^T - lse);  dS^T = P^T (dP^T - delta)
 //                              dV += P^T dO;  dK += dS^T Q
 //     dQ^T = K^T dS^T, added to the document's dQ when the tile's turn has come
 //   dK *= scale.
@@ -35,7 +35,7 @@ struct BackwardBuffers {
     q_transposed = arena->template take<float>(depth / E::kPair * round_up(rows, kPanel));
     grad_out = arena->template take<float>(rows / E::kPair * round_up(depth_v, kPanel));
     grad_out_transposed = arena->template take<float>(depth_v / E::kPair * round_up(rows, kPanel));
-    lse2 = arena->template take<float>(rows);
+    lse = arena->template take<float>(rows);
     delta = arena->template take<float>(rows);
     s = arena->template take<float>(strip_keys * rows);
     grad_p = arena->template take<float>(strip_keys * rows);
@@ -64,7 +64,7 @@ struct BackwardBuffers {
   float* q_transposed;
   float* grad_out;
   float* grad_out_transposed;
-  float* lse2;
+  float* lse;
   float* delta;
   float* s;
   float* grad_p;
@@ -135,13 +135,13 @@ inline void pack_query_tile(const TiledBackward& call, const Document& document,
       const int64_t r = q * call.group + g;
       buffers.delta[r] = dot_rows(out.read(first_row + r, buffers.spare), grad_out.read(first_row + r, spare),
                                   shape.head_dim_v);
-      buffers.lse2[r] = static_cast<float>(kLog2E) *
-                        lse[(document.batch * shape.num_heads + kv_head * call.group + g) * shape.rows_q + row];
+      buffers.lse[r] = static_cast<float>(E::kPair == 1 ? 1.0 : kLog2E) *
+                       lse[(document.batch * shape.num_heads + kv_head * call.group + g) * shape.rows_q + row];
     }
   }
   for (int64_t r = tile.num_rows; r < padded; ++r) {
     buffers.delta[r] = 0.0f;
-    buffers.lse2[r] = 0.0f;
+    buffers.lse[r] = 0.0f;
   }
 }
 
@@ -172,10 +172,10 @@ inline void grad_scores(const TiledBackward& call, const BackwardBuffers<E, T>& 
     if (key < block_keys) column_span(key, key, &begin, &end);
     const int64_t local = (key - chunk) * rows;
     if (call.dropout.enabled()) {
-      grad_score_row<true>(buffers.s + local, buffers.grad_p + local, buffers.lse2, buffers.delta,
+      grad_score_row<E::kPair == 1, true>(buffers.s + local, buffers.grad_p + local, buffers.lse, buffers.delta,
                            buffers.factors + local, span.begin, span.end, begin, end, c, store);
     } else {
-      grad_score_row<false>(buffers.s + local, buffers.grad_p + local, buffers.lse2, buffers.delta, nullptr,
+      grad_score_row<E::kPair == 1, false>(buffers.s + local, buffers.grad_p + local, buffers.lse, buffers.delta, nullptr,
                             span.begin, span.end, begin, end, c, store);
     }
   };
@@ -212,7 +212,8 @@ template <class E, typename T>
 inline void grad_tile(const TiledBackward& call, const Document& document, int64_t kv_head,
                       const BackwardBuffers<E, T>& buffers, const GradTile& tile, int64_t block_keys) {
   const AttentionShape& shape = call.params.shape;
-  const float c = static_cast<float>((call.params.scale < 0 ? -call.params.scale : call.params.scale) * kLog2E);
+  const double scale = call.params.scale < 0 ? -call.params.scale : call.params.scale;
+  const float c = static_cast<float>(E::kPair == 1 ? scale : scale * kLog2E);
   const int64_t rows = buffers.rows;
   const int64_t padded_rows = round_up(tile.num_rows, E::kBackwardRowPadding);
   const int64_t depth = round_up(shape.head_dim, E::kDepthStep);

@@ -58,11 +58,14 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
 }
 
 // Backward, along a row of the transposed tile (one key, all stacked rows of queries):
-//   p = 2^(c s - lse2),  lse2 = lse * log2(e);   ds = p (dp - delta)
+//   p = exp(scale s - lse),  ds = p (dp - delta)
+// as 2^(c s - lse2), c = scale * log2(e), lse2 = lse * log2(e); kExact: as 2^((scale s - lse) * log2(e)), one multiply
+// more, which rounds once where the other rounds three numbers as large as lse (in a float's p that can be seen).
+// `c` and `lse` are what the form wants.
 // In [low, high) columns outside the visible [begin, end) get zeros. `factors` is the dropout factor of each element:
 // it multiplies dp, and the p that goes into dV.
-template <bool kDropout, typename Store>
-PACKED_SDPA_INLINE void grad_score_row(const float* s, const float* dp, const float* lse2, const float* delta,
+template <bool kExact, bool kDropout, typename Store>
+PACKED_SDPA_INLINE void grad_score_row(const float* s, const float* dp, const float* lse, const float* delta,
                                        const float* factors, int64_t low, int64_t high, int64_t begin, int64_t end,
                                        float c, const Store& store) {
   const Vec scale = vec_set(c);
@@ -71,7 +74,9 @@ PACKED_SDPA_INLINE void grad_score_row(const float* s, const float* dp, const fl
       store(j, vec_zero(), vec_zero());
       continue;
     }
-    Vec p = vec_exp2(vec_fms(vec_load(s + j), scale, vec_load(lse2 + j)));
+    Vec x = vec_fms(vec_load(s + j), scale, vec_load(lse + j));
+    if constexpr (kExact) x = vec_mul(x, vec_set(static_cast<float>(kLog2E)));
+    Vec p = vec_exp2(x);
     Vec grad_p = vec_load(dp + j);
     if constexpr (kDropout) grad_p = vec_mul(grad_p, vec_load(factors + j));
     Vec ds = vec_mul(p, vec_sub(grad_p, vec_load(delta + j)));
