@@ -109,10 +109,10 @@ inline void forward_tile(const TiledForward& call, const Document& document, con
           for (int64_t j = 0; j < buffers.keys; ++j) buffers.factors[j] = 0.0f;
           call.dropout_factors(document, head, first_query + query, {first_key + begin, first_key + end},
                                buffers.factors + begin);
-          softmax_row<true>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c,
+          softmax_row<E::kPair == 1, true>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c,
                             buffers.factors, buffers.reference + row + r, buffers.sum + row + r, out, buffers.width);
         } else {
-          softmax_row<false>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c, nullptr,
+          softmax_row<E::kPair == 1, false>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c, nullptr,
                              buffers.reference + row + r, buffers.sum + row + r, out, buffers.width);
         }
       }
