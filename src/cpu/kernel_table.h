@@ -25,5 +25,11 @@ CpuKernels kernels(ScalarType dtype);
 namespace avx512 {
 CpuKernels kernels(ScalarType dtype);
 }
+namespace avx512_bf16 {
+CpuKernels kernels(ScalarType dtype);
+}
+namespace amx {
+CpuKernels kernels(ScalarType dtype);
+}
 
 }  // namespace packed_sdpa::cpu

@@ -9,8 +9,8 @@ namespace {
 
 CpuKernels select(CpuIsa isa, ScalarType dtype) {
   using Kernels = CpuKernels (*)(ScalarType);
-  static constexpr Kernels kSets[] = {&scalar::kernels, &avx2::kernels, &avx512::kernels, &avx512::kernels,
-                                      &avx512::kernels};
+  static constexpr Kernels kSets[] = {&scalar::kernels, &avx2::kernels, &avx512::kernels,
+                                      &avx512_bf16::kernels, &amx::kernels};
   for (int set = static_cast<int>(isa); set > 0; --set) {
     const CpuKernels kernels = kSets[set](dtype);
     if (kernels.forward != nullptr) return kernels;

@@ -69,6 +69,17 @@ PACKED_SDPA_INLINE void convert_row(const T* source, int64_t dim, float* target,
   for (; d < width; d += kLanes) vec_store(target + d, vec_zero());
 }
 
+PACKED_SDPA_INLINE void convert_row(const BFloat16* source, int64_t dim, BFloat16* target, int64_t width) {
+  constexpr int64_t kStep = 16;
+  int64_t d = 0;
+  for (; d + kStep <= dim; d += kStep) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + d),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + d)));
+  }
+  for (; d < dim; ++d) target[d] = source[d];
+  for (; d < width; ++d) target[d] = {};
+}
+
 // Rows [first, first + count) as an A operand [rows][width], zero rows up to `padded`.
 template <typename T, typename Elem>
 inline void pack_rows(const RowSource<T>& source, int64_t first, int64_t count, int64_t padded, Elem* target,

@@ -68,7 +68,7 @@ PACKED_SDPA_INLINE Vec vec_load_as(const Float16* p, int64_t count) {
 // Round to nearest even, NaN stays (quiet).
 PACKED_SDPA_INLINE __m256i vec_to_bfloat16(Vec v) {
 #if PACKED_SDPA_HAS_BF16
-  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
+  return (__m256i)_mm512_cvtneps_pbh(v);
 #else
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -126,3 +126,17 @@ PACKED_SDPA_INLINE void transpose_words(const float* src, int64_t src_stride, fl
 #pragma GCC unroll 16
   for (int j = 0; j < 16; ++j) _mm512_storeu_si512(dst + j * dst_stride, t[j]);
 }
+
+// Sixteen words with `low` in their lower and `high` in their upper halves.
+PACKED_SDPA_INLINE void interleave_words(const BFloat16* low, const BFloat16* high, float* words) {
+  const __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
+  const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));
+  _mm512_storeu_si512(words, _mm512_or_si512(lower, _mm512_slli_epi32(upper, 16)));
+}
+
+#if PACKED_SDPA_HAS_BF16
+// acc + a0 b0 + a1 b1 of the two elements of each word.
+PACKED_SDPA_INLINE Vec vec_dot_bf16(Vec acc, Vec a, Vec b) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+}
+#endif
