@@ -37,8 +37,8 @@ class Case:
         return torch.arange(1, len(self.seqlens) + 1).repeat_interleave(lengths)[None]
 
     def inputs(self, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """query, grad_out ``[1, Hq, S, D]`` and key, value ``[1, Hkv, S, D]`` as views of ``[1, S, H, D]`` memory, which
-        is how models hold them; in the order query, key, value, grad_out."""
+        """query, grad_out ``[1, Hq, S, D]`` and key, value ``[1, Hkv, S, D]`` as views of ``[1, S, H, D]`` memory,
+        which is how models hold them; in the order query, key, value, grad_out."""
         generator = torch.Generator().manual_seed(seed)
 
         def rows(heads: int) -> Tensor:
@@ -57,8 +57,8 @@ class Case:
         )
 
     def useful_flops(self, backward: bool) -> float:
-        """4 Hq D a visible pair forward (two products of a multiply and an add), 2.5 times that backward (five products);
-        ``backward``: forward and backward together."""
+        """4 Hq D a visible pair forward (two products of a multiply and an add), 2.5 times that backward (five
+        products); ``backward``: forward and backward together."""
         forward = 4.0 * self.num_heads * self.head_dim * self.visible_pairs
         return forward * 3.5 if backward else forward
 
@@ -77,7 +77,7 @@ def log_normal_seqlens(mean: int, seq_len: int, seed: int = 0) -> tuple[int, ...
 
 
 def help_topic_seqlens(seq_len: int, seed: int = 0) -> tuple[int, ...]:
-    """Lengths of Python's help topics (4 bytes a token), in a seeded order, until ``seq_len`` is full; the last is cut."""
+    """Lengths of Python's help topics (4 bytes a token), in a seeded order, until ``seq_len`` is full."""
     sizes = [math.ceil(len(text.encode()) / _BYTES_PER_TOKEN) for text in help_topics().values()]
     order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(seed)).tolist()
     lengths: list[int] = []

@@ -11,6 +11,7 @@ from typing import NoReturn
 from packed_sdpa.errors import InputError, MissingExtraError
 
 _INPUT_ERROR = 2
+_DATA_HELP = ".txt, .jsonl or .parquet file, or a folder of them (default: the help topics in Python)"
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -50,7 +51,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _add_documents(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, help=".txt, .jsonl or .parquet file, or a folder of them (default: the help topics in Python)")  # noqa: E501
+    parser.add_argument("--data", type=Path, help=_DATA_HELP)
     parser.add_argument("--field", default="text", help="text field of .jsonl and .parquet files")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of rows")
 
@@ -61,7 +62,9 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="config.json or model folder, local only (default: a small Llama)")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens in a row")
     parser.add_argument("--steps", type=int, default=20, help="training steps of one row each")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and activations")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and activations"
+    )
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="of AdamW")
     parser.add_argument("--threads", type=int, default=None, help="of torch (default: what torch takes)")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for report.json and the plots")
@@ -107,7 +110,9 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     _add_documents(parser)
     parser.add_argument("--model", type=Path, required=True, help="config.json or model folder, local only")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens in the row that is tried")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and activations")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and activations"
+    )
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from packed_sdpa.errors import InputError, import_extra
 
-
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

@@ -25,7 +25,7 @@ from packed_sdpa.demo_worker import Job
 from packed_sdpa.errors import InputError, import_extra
 from packed_sdpa.packing import PackedRows, pack
 
-HALVES = {"stock": "Transformers, dense mask", "packed": "packed_sdpa"}
+HALVES = {"stock": "Transformers", "packed": "packed_sdpa"}
 _VOCAB_SIZE = 2048  # of the tokenizer that is trained on the spot
 
 
@@ -105,13 +105,11 @@ def prepare(options: DemoOptions) -> Prepared:
     largest = max(max(document, default=0) for document in tokens.documents)
     if largest >= text_config.vocab_size:
         raise InputError(
-            f"--model {options.model}: its tokenizer gives id {largest}, but its vocabulary has {text_config.vocab_size} "
-            "entries; pass a folder whose tokenizer belongs to the model"
+            f"--model {options.model}: its tokenizer gives id {largest}, but its vocabulary has "
+            f"{text_config.vocab_size} entries; pass a folder whose tokenizer belongs to the model"
         )
     positions = getattr(text_config, "max_position_embeddings", None) or options.seq_len
-    rows = pack(
-        tokens.documents, options.seq_len, max_doc_len=min(options.seq_len, positions), pad_id=tokens.pad_id
-    )
+    rows = pack(tokens.documents, options.seq_len, max_doc_len=min(options.seq_len, positions), pad_id=tokens.pad_id)
     order = list(range(rows.num_rows))
     random.Random(options.seed).shuffle(order)
     steps = [order[step % len(order)] for step in range(options.steps)]
@@ -144,7 +142,7 @@ def run_halves(options: DemoOptions, prepared: Prepared, console: Console) -> di
 def _run_half(job_file: Path, title: str, steps: int, console: Console) -> HalfResult:
     half = HalfResult()
     with _progress(console) as progress:
-        task = progress.add_task(f"{title:<26}", total=steps, state="starting")
+        task = progress.add_task(f"{title:<12}", total=steps, state="starting")
         for message in _messages(job_file):
             if "input_error" in message:
                 raise InputError(message["input_error"])
@@ -153,7 +151,7 @@ def _run_half(job_file: Path, title: str, steps: int, console: Console) -> HalfR
                 half.seconds.append(message["seconds"])
                 half.tokens.append(message["tokens"])
                 rate = message["tokens"] / message["seconds"]
-                state = f"loss {message['loss']:6.3f}  {message['seconds']:6.2f} s/step  {rate:8,.0f} tokens/s"
+                state = f"loss {message['loss']:.3f}  {message['seconds']:.2f} s/step  {rate:,.0f} tokens/s"
                 progress.update(task, completed=message["step"], state=state)
             if "result" in message:
                 half.proofs = message["result"]
@@ -162,7 +160,7 @@ def _run_half(job_file: Path, title: str, steps: int, console: Console) -> HalfR
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn())
     return Progress(*columns, TextColumn("{task.fields[state]}"), TimeRemainingColumn(), console=console)
 
 
@@ -213,7 +211,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> bool:
     (options.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     plots = demo_report.write_plots(options.out, prepared, results)
     verdict = demo_report.judge(report, results, options.dtype)
-    console.print(demo_report.table(report, results, verdict))
+    demo_report.print_report(console, report, results, verdict)
     written = ["report.json", *(plot.name for plot in plots)]
     console.print(f"wrote {', '.join(written)} into {options.out}/", highlight=False, soft_wrap=True)
     return all(check.holds for check in verdict)

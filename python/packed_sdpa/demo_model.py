@@ -24,8 +24,8 @@ SMALL_LLAMA = {
 
 
 def make_config(model: str | Path | None, vocab_size: int, seq_len: int) -> Any:
-    """A transformers config. model: None for the small Llama (of ``vocab_size`` and ``seq_len`` positions), a config file
-    or a folder with a config.json, which say both themselves."""
+    """A transformers config. model: None for the small Llama (of ``vocab_size`` and ``seq_len`` positions), a config
+    file or a folder with a config.json, which say both themselves."""
     transformers = import_extra("transformers", "demo")
     if model is None:
         config = transformers.LlamaConfig(vocab_size=vocab_size, max_position_embeddings=seq_len, **SMALL_LLAMA)
@@ -52,7 +52,7 @@ def check_model(config: Any, model: str | Path | None) -> None:
 
 
 def build_model(config: Any, model: str | Path | None, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The model in training mode with activation checkpointing on: the folder's weights, else random ones by ``seed``."""
+    """The model in training mode with activation checkpointing on: the folder's weights, else random by ``seed``."""
     torch.manual_seed(seed)
     if model is not None and _has_weights(Path(model)):
         transformers = import_extra("transformers", "demo")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
 
 from packed_sdpa import host, plots
@@ -65,44 +66,54 @@ def judge(report: dict[str, Any], results: dict[str, HalfResult], dtype: str) ->
     taken, passed = report["attention_calls_taken"], report["attention_calls_passed"]
     return [
         Check(
-            "packed logits = each document alone",
-            f"largest difference {difference:.1e}; without marks {proofs['unmarked_max_abs']:.1e}",
+            "packed logits equal each document alone",
+            f"off by {difference:.1e}; without marks {proofs['unmarked_max_abs']:.1e}",
             difference <= _LOGIT_TOLERANCE[dtype] * largest,
         ),
         Check(
             "no gradient into other documents",
-            f"{report['cross_document_grad']:.1e}; into the own one {proofs['own_document_grad']:.1e}",
+            f"{report['cross_document_grad']:.1e}; into itself {proofs['own_document_grad']:.1e}",
             report["cross_document_grad"] == 0.0 and proofs["own_document_grad"] > 0.0,
         ),
-        Check("same loss curve", f"largest gap {gap:.2%}", finite and gap <= _LOSS_TOLERANCE[dtype]),
+        Check("same loss curve as Transformers", f"largest gap {gap:.2%}", finite and gap <= _LOSS_TOLERANCE[dtype]),
         Check("every attention call taken", f"{taken:,} taken, {passed:,} passed through", taken > 0 and passed == 0),
     ]
 
 
-def table(report: dict[str, Any], results: dict[str, HalfResult], verdict: list[Check]) -> Table:
-    """The short table at the end."""
-    grid = Table(title="packed_sdpa demo", title_justify="left", show_edge=False, pad_edge=False)
-    for title, side in (("", "left"), ("Transformers", "right"), ("packed_sdpa", "right"), ("", "left")):
-        grid.add_column(title, justify=side)  # type: ignore[arg-type]
-    rates = {kind: sum(half.tokens) / sum(half.seconds) for kind, half in results.items()}
-    memory = report["peak_rss_mb_stock"], report["peak_rss_mb_packed"]
-    grid.add_row(
-        "seconds a step",
-        f"{report['step_seconds_stock']:.3f}",
-        f"{report['step_seconds_packed']:.3f}",
-        f"{report['speedup']:.2f}x",
-    )
-    grid.add_row("tokens a second", f"{rates['stock']:,.0f}", f"{rates['packed']:,.0f}", "")
-    grid.add_row("peak memory, MiB", f"{memory[0]:,.0f}", f"{memory[1]:,.0f}", f"{memory[1] - memory[0]:+,.0f}")
-    grid.add_row("last loss", f"{report['loss_stock'][-1]:.4f}", f"{report['loss_packed'][-1]:.4f}", "")
-    grid.add_section()
+def print_report(
+    console: Console, report: dict[str, Any], results: dict[str, HalfResult], verdict: list[Check]
+) -> None:
+    """The short table, what was proven, and the verdict."""
+    console.print()
+    console.print(_table(report, results), highlight=False)
+    console.print()
     for check in verdict:
         mark = "[green]holds[/]" if check.holds else "[bold red]FAILS[/]"
-        grid.add_row(check.name, "", mark, check.found)
-    grid.add_section()
+        console.print(f"{mark}  {check.name}: {check.found}", highlight=False)
+    speed = f"{report['speedup']:.1f} times as fast as Transformers"
+    by = f"backend {report['backend']}, {report['cpu_isa']}"
     good = all(check.holds for check in verdict)
-    summary = f"[bold green]exact and {report['speedup']:.1f} times as fast[/]" if good else "[bold red]NOT exact[/]"
-    grid.add_row("verdict", "", summary, f"backend {report['backend']}, {report['cpu_isa']}")
+    summary = f"[bold green]exact, and {speed}[/]" if good else "[bold red]not exact[/]"
+    console.print(f"\nVerdict: {summary} ({by})\n", highlight=False)
+
+
+def _table(report: dict[str, Any], results: dict[str, HalfResult]) -> Table:
+    grid = Table(show_edge=False, pad_edge=False)
+    grid.add_column("")
+    for title in ("Transformers", "packed_sdpa", ""):
+        grid.add_column(title, justify="right")
+    stock, packed = results["stock"], results["packed"]
+    memory = packed.peak_rss_mb - stock.peak_rss_mb
+    rates = [sum(half.tokens) / sum(half.seconds) for half in (stock, packed)]
+    rows = (
+        ("seconds a step", f"{stock.step_seconds:.3f}", f"{packed.step_seconds:.3f}", f"{report['speedup']:.2f}x"),
+        ("tokens a second", f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", f"{rates[1] / rates[0]:.2f}x"),
+        ("peak memory, MiB", f"{stock.peak_rss_mb:,.0f}", f"{packed.peak_rss_mb:,.0f}", f"{memory:+,.0f}"),
+        ("first loss", f"{stock.losses[0]:.4f}", f"{packed.losses[0]:.4f}", ""),
+        ("last loss", f"{stock.losses[-1]:.4f}", f"{packed.losses[-1]:.4f}", ""),
+    )
+    for row in rows:
+        grid.add_row(*row)
     return grid
 
 

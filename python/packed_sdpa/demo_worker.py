@@ -58,7 +58,7 @@ def run(job: Job, emit: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         return {"peak_rss_mb": peak_rss_mb()}
     handle = packed_sdpa.attach(model)
     train(model, batches, job.learning_rate, emit, keep=("input_ids", "position_ids", "labels", "doc_ids"))
-    result: dict[str, Any] = {"peak_rss_mb": peak_rss_mb(), **count_calls(packed_sdpa.report(model))}
+    result: dict[str, Any] = {"peak_rss_mb": peak_rss_mb(), **count_calls(packed_sdpa.report(handle))}
     most = int(rows["doc_ids"].max(dim=1).values.argmax())
     batch = {name: tensor[most : most + 1] for name, tensor in rows.items()}
     result.update(cross_document_gradients(model, batch))
@@ -85,6 +85,15 @@ def train(
         seconds = time.perf_counter() - started
         tokens = int((batch["doc_ids"] != 0).sum())
         emit({"step": step + 1, "loss": loss.item(), "seconds": seconds, "tokens": tokens})
+
+
+def count_calls(report: packed_sdpa.Report) -> dict[str, Any]:
+    """Attention calls of the training steps so far."""
+    return {
+        "attention_calls_taken": report.taken,
+        "attention_calls_passed": report.passed,
+        "backend": ", ".join(report.backends) or "none",
+    }
 
 
 def document_masks(doc_ids: Tensor) -> list[Tensor]:
@@ -114,13 +123,13 @@ def cross_document_gradients(model: nn.Module, batch: Batch, documents: int = 3)
 
 
 @torch.no_grad()
-def isolation(model: nn.Module, handle: Any, batch: Batch) -> dict[str, float]:
+def isolation(model: nn.Module, handle: packed_sdpa.Handle, batch: Batch) -> dict[str, float]:
     """Largest absolute difference between the logits of a packed row and those of each document alone through stock
     attention; beside it the same for the row without marks, and the largest logit, to judge it by."""
     model.eval()
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     packed = model(**inputs, doc_ids=batch["doc_ids"], use_cache=False).logits
-    handle.detach()
+    handle.enabled = False
     whole_row = torch.arange(batch["input_ids"].shape[1])[None]
     unmarked = model(input_ids=batch["input_ids"], position_ids=whole_row, use_cache=False).logits
     difference = leak = largest = 0.0
@@ -129,6 +138,7 @@ def isolation(model: nn.Module, handle: Any, batch: Batch) -> dict[str, float]:
         difference = max(difference, (packed[:, mask] - alone).abs().max().item())
         leak = max(leak, (unmarked[:, mask] - alone).abs().max().item())
         largest = max(largest, alone.abs().max().item())
+    handle.enabled = True
     model.train()
     return {"isolation_max_abs": difference, "unmarked_max_abs": leak, "largest_logit": largest}
 

@@ -69,7 +69,9 @@ def plot_step_bars(path: Path, seconds: tuple[float, float], memory_mb: tuple[fl
             (axes[1], memory_mb, f"Peak memory: {memory_mb[1] - memory_mb[0]:+,.0f} MiB", "MiB", "{:,.0f} MiB"),
         )
         for axis, values, title, unit, label in panels:
-            bars = axis.bar(("Transformers\ndense mask", "packed_sdpa"), values, color=(STOCK_COLOR, PACKED_COLOR), width=0.6)
+            bars = axis.bar(
+                ("Transformers\ndense mask", "packed_sdpa"), values, color=(STOCK_COLOR, PACKED_COLOR), width=0.6
+            )
             axis.bar_label(bars, [label.format(value) for value in values], padding=4, fontweight="bold")
             axis.set_title(title)
             axis.set_ylabel(unit)
