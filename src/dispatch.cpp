@@ -15,7 +15,7 @@ namespace {
 constexpr std::string_view kAuto = "auto";
 constexpr std::string_view kAutoPrefix = "auto:";
 
-bool taken_by_auto(const AttentionBackend&) { return true; }
+bool taken_by_auto(const AttentionBackend& backend) { return backend.name() != "reference"; }
 
 std::string known_names() {
   std::string names(kAuto);
@@ -49,7 +49,7 @@ std::string describe(const AttentionRequest& request) {
 }  // namespace
 
 const std::vector<const AttentionBackend*>& available_backends() {
-  static const std::vector<const AttentionBackend*> backends = {&reference_backend()};
+  static const std::vector<const AttentionBackend*> backends = {&cpu_backend(), &reference_backend()};
   return backends;
 }
 

@@ -1,5 +1,6 @@
 """Exact, fast attention for packed sequences."""
 
+from packed_sdpa._library import CMAKE_PREFIX_PATH as cmake_prefix_path
 from packed_sdpa.arming import arm, disarm
 from packed_sdpa.attach import Handle, NotTakenError, attach
 from packed_sdpa.functional import available_backends, explain, packed_attention, varlen_attention
@@ -22,6 +23,7 @@ __all__ = [
     "arm",
     "attach",
     "available_backends",
+    "cmake_prefix_path",
     "disarm",
     "explain",
     "pack",

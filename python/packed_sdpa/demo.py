@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from packed_sdpa import host
 from packed_sdpa.data import TextDocuments, TokenDocuments, read_documents, tokenize
 from packed_sdpa.demo_model import DTYPES, check_model, make_config
 from packed_sdpa.demo_worker import Job
@@ -88,6 +89,7 @@ def check_options(options: DemoOptions) -> None:
         raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
     if not options.learning_rate > 0:
         raise InputError(f"--learning-rate must be above 0, got {options.learning_rate}")
+    host.cpu_isa()
     for place in (options.out, *options.out.parents):
         if place.exists() and not place.is_dir():
             raise InputError(f"--out {options.out}: {place} is a file; pass a folder to write into")

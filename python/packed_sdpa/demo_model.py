@@ -15,10 +15,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Grouped-query heads of 64; small enough that twenty steps of 4,096 tokens with a dense mask take about a minute on
 # two cores, large enough that attention is most of them.
 SMALL_LLAMA = {
-    "hidden_size": 384,
-    "intermediate_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 688,
     "num_hidden_layers": 4,
-    "num_attention_heads": 6,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
 

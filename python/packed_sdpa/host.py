@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from packed_sdpa._library import ops
+from packed_sdpa.errors import InputError
 
 
 def peak_rss_mb() -> float:
@@ -45,18 +46,16 @@ def cpu_name() -> str:
 
 
 def cpu_isa() -> str:
-    """Instruction set that the CPU kernels use now."""
-    return ops.cpu_isa() if _has_isa_choice() else "scalar"
+    """Instruction set that the CPU kernels use now. Raises InputError for a bad PACKED_SDPA_CPU_ISA."""
+    try:
+        return ops.cpu_isa()
+    except ValueError as error:
+        raise InputError(str(error).splitlines()[0]) from error
 
 
 def available_cpu_isas() -> list[str]:
     """Instruction sets of the CPU kernels that run on this machine, ascending."""
-    return list(ops.available_cpu_isas()) if _has_isa_choice() else ["scalar"]
-
-
-def _has_isa_choice() -> bool:
-    """Whether this build of the library carries kernels for more than one instruction set."""
-    return hasattr(ops, "cpu_isa")
+    return list(ops.available_cpu_isas())
 
 
 def machine() -> dict[str, str]:

@@ -1,0 +1,10 @@
+# The CPU kernels, free of torch: part of the library, and built alone for the sanitizers.
+set(PACKED_SDPA_CPU_KERNEL_SOURCES
+  src/cpu/documents.cpp
+  src/cpu/isa.cpp
+  src/cpu/kernels.cpp
+  src/cpu/padding.cpp
+  src/cpu/scalar/kernels.cpp
+  src/cpu/scratch.cpp
+  src/cpu/work_items.cpp
+)
