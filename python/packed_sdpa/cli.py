@@ -116,9 +116,17 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from packed_sdpa.model_check import check_model_folder
+    from packed_sdpa.model_check import CheckOptions, check_model_folder
 
-    return 0 if check_model_folder(arguments) else 1
+    options = CheckOptions(
+        model=arguments.model,
+        data=arguments.data,
+        text_field=arguments.field,
+        seq_len=arguments.seq_len,
+        dtype=arguments.dtype,
+        seed=arguments.seed,
+    )
+    return 0 if check_model_folder(options) else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

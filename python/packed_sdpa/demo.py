@@ -95,8 +95,8 @@ def check_options(options: DemoOptions) -> None:
             raise InputError(f"--out {options.out}: {place} is a file; pass a folder to write into")
 
 
-def prepare(options: DemoOptions) -> Prepared:
-    """Reads, tokenizes and packs. Raises InputError; writes nothing."""
+def prepare(options: DemoOptions, max_doc_len: int | None = None) -> Prepared:
+    """Reads, tokenizes and packs (documents cut at ``max_doc_len``). Raises InputError; writes nothing."""
     check_options(options)
     config = make_config(options.model, _VOCAB_SIZE, options.seq_len)
     text_config = config.get_text_config()
@@ -111,7 +111,8 @@ def prepare(options: DemoOptions) -> Prepared:
             f"{text_config.vocab_size} entries; pass a folder whose tokenizer belongs to the model"
         )
     positions = getattr(text_config, "max_position_embeddings", None) or options.seq_len
-    rows = pack(tokens.documents, options.seq_len, max_doc_len=min(options.seq_len, positions), pad_id=tokens.pad_id)
+    longest = min(max_doc_len or options.seq_len, options.seq_len, positions)
+    rows = pack(tokens.documents, options.seq_len, max_doc_len=longest, pad_id=tokens.pad_id)
     order = list(range(rows.num_rows))
     random.Random(options.seed).shuffle(order)
     steps = [order[step % len(order)] for step in range(options.steps)]

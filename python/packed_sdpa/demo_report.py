@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # How far two ways of the same arithmetic may drift apart, relative to the largest logit and to the loss. Exact for the
 # gradients across documents. A leak moves logits by a tenth of the largest one and more.
-_LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 4 * 2.0**-8}
+LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 4 * 2.0**-8}
 _LOSS_TOLERANCE = {"float32": 0.01, "bfloat16": 0.05}
 
 
@@ -28,6 +28,11 @@ class Check:
     name: str
     found: str
     holds: bool
+
+    def line(self) -> str:
+        """With rich's markup."""
+        mark = "[green]holds[/]" if self.holds else "[bold red]FAILS[/]"
+        return f"{mark}  {self.name}: {self.found}"
 
 
 def build_report(prepared: Prepared, results: dict[str, HalfResult]) -> dict[str, Any]:
@@ -68,7 +73,7 @@ def judge(report: dict[str, Any], results: dict[str, HalfResult], dtype: str) ->
         Check(
             "packed logits equal each document alone",
             f"off by {difference:.1e}; without marks {proofs['unmarked_max_abs']:.1e}",
-            difference <= _LOGIT_TOLERANCE[dtype] * largest,
+            difference <= LOGIT_TOLERANCE[dtype] * largest,
         ),
         Check(
             "no gradient into other documents",
@@ -88,8 +93,7 @@ def print_report(
     console.print(_table(report, results), highlight=False)
     console.print()
     for check in verdict:
-        mark = "[green]holds[/]" if check.holds else "[bold red]FAILS[/]"
-        console.print(f"{mark}  {check.name}: {check.found}", highlight=False)
+        console.print(check.line(), highlight=False)
     speed = f"{report['speedup']:.1f} times as fast as Transformers"
     by = f"backend {report['backend']}, {report['cpu_isa']}"
     good = all(check.holds for check in verdict)

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import packed_sdpa
 from packed_sdpa.demo_model import DTYPES, build_model, make_config
 from packed_sdpa.errors import InputError
 from packed_sdpa.host import peak_rss_mb
-
-Batch = dict[str, Tensor]
+from packed_sdpa.proofs import Batch, count_calls, cross_document_gradients, isolation, row_of_most_documents
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ def run(job: Job, emit: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     handle = packed_sdpa.attach(model)
     train(model, batches, job.learning_rate, emit, keep=("input_ids", "position_ids", "labels", "doc_ids"))
     result: dict[str, Any] = {"peak_rss_mb": peak_rss_mb(), **count_calls(packed_sdpa.report(handle))}
-    most = int(rows["doc_ids"].max(dim=1).values.argmax())
-    batch = {name: tensor[most : most + 1] for name, tensor in rows.items()}
+    batch = row_of_most_documents(rows)
     result.update(cross_document_gradients(model, batch))
     result.update(isolation(model, handle, batch))
     return result
@@ -85,62 +83,6 @@ def train(
         seconds = time.perf_counter() - started
         tokens = int((batch["doc_ids"] != 0).sum())
         emit({"step": step + 1, "loss": loss.item(), "seconds": seconds, "tokens": tokens})
-
-
-def count_calls(report: packed_sdpa.Report) -> dict[str, Any]:
-    """Attention calls of the training steps so far."""
-    return {
-        "attention_calls_taken": report.taken,
-        "attention_calls_passed": report.passed,
-        "backend": ", ".join(report.backends) or "none",
-    }
-
-
-def document_masks(doc_ids: Tensor) -> list[Tensor]:
-    """Bool ``[S]`` of each document of a row ``[1, S]``."""
-    return [doc_ids[0] == document for document in range(1, int(doc_ids.max()) + 1)]
-
-
-def cross_document_gradients(model: nn.Module, batch: Batch, documents: int = 3) -> dict[str, float]:
-    """Largest absolute gradient of one document's loss with respect to the embeddings of all others, and of its own;
-    for a few documents from first to last, in training mode with checkpointing."""
-    embed = model.get_input_embeddings()  # type: ignore[operator]
-    masks = document_masks(batch["doc_ids"])
-    chosen = sorted({round(index * (len(masks) - 1) / max(1, documents - 1)) for index in range(documents)})
-    across, own = 0.0, float("inf")
-    for index in chosen:
-        embeddings = embed(batch["input_ids"]).detach().requires_grad_()
-        logits = model(
-            inputs_embeds=embeddings, position_ids=batch["position_ids"], doc_ids=batch["doc_ids"], use_cache=False
-        ).logits
-        logits[0, masks[index]].float().square().mean().backward()
-        assert embeddings.grad is not None
-        gradient = embeddings.grad[0].abs()
-        across = max(across, gradient[~masks[index]].max().item() if (~masks[index]).any() else 0.0)
-        own = min(own, gradient[masks[index]].max().item())
-    model.zero_grad(set_to_none=True)
-    return {"cross_document_grad": across, "own_document_grad": own}
-
-
-@torch.no_grad()
-def isolation(model: nn.Module, handle: packed_sdpa.Handle, batch: Batch) -> dict[str, float]:
-    """Largest absolute difference between the logits of a packed row and those of each document alone through stock
-    attention; beside it the same for the row without marks, and the largest logit, to judge it by."""
-    model.eval()
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
-    packed = model(**inputs, doc_ids=batch["doc_ids"], use_cache=False).logits
-    handle.enabled = False
-    whole_row = torch.arange(batch["input_ids"].shape[1])[None]
-    unmarked = model(input_ids=batch["input_ids"], position_ids=whole_row, use_cache=False).logits
-    difference = leak = largest = 0.0
-    for mask in document_masks(batch["doc_ids"]):
-        alone = model(**{name: tensor[:, mask] for name, tensor in inputs.items()}, use_cache=False).logits
-        difference = max(difference, (packed[:, mask] - alone).abs().max().item())
-        leak = max(leak, (unmarked[:, mask] - alone).abs().max().item())
-        largest = max(largest, alone.abs().max().item())
-    handle.enabled = True
-    model.train()
-    return {"isolation_max_abs": difference, "unmarked_max_abs": leak, "largest_logit": largest}
 
 
 def main() -> int:
