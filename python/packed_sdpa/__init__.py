@@ -8,7 +8,8 @@ from packed_sdpa.functional import available_backends, explain, packed_attention
 from packed_sdpa.hf import register_hf_attention
 from packed_sdpa.layout import LayoutTensors, PackedLayout
 from packed_sdpa.mask_audit import MaskNotHonouredError
-from packed_sdpa.report import report
+from packed_sdpa.packing import PackedRows, pack
+from packed_sdpa.report import Report, report
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,8 @@ __all__ = [
     "MaskNotHonouredError",
     "NotTakenError",
     "PackedLayout",
+    "PackedRows",
+    "Report",
     "arm",
     "attach",
     "available_backends",
@@ -25,6 +28,7 @@ __all__ = [
     "cmake_prefix_path",
     "disarm",
     "explain",
+    "pack",
     "packed_attention",
     "register_hf_attention",
     "report",
