@@ -25,7 +25,7 @@ from packed_sdpa.documents import (
     find_documents,
     is_indexed_mask,
 )
-from packed_sdpa.guard import add_around, remove_around
+from packed_sdpa.guard import add_around, arounds_of, remove_around
 from packed_sdpa.hooks import hook_attention, new_attachment, run_scoped
 from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
@@ -72,7 +72,7 @@ class Attachment:
                 self._undo.append(hf.switch_implementation(config))
             outer = torch.compiler.disable(self._outer_forward, recursive=False)
             for module in self.found.outer:
-                self._put_around(module, _AroundOuter(weakref.ref(module), outer))
+                self._put_around(module, _AroundOuter(module, self, outer))
             for _, module in self.found.hooks:
                 window = hf.window_of(module)
                 hook = hook_attention(
@@ -84,7 +84,7 @@ class Attachment:
                 )
                 self._undo.append(hook)
             for _, module in (*self.found.interface, *self.found.hooks):
-                self._put_around(module, _AroundAttention(weakref.ref(module), self))
+                self._put_around(module, _AroundAttention(module, self))
             done = True
         finally:
             if not done:
@@ -93,19 +93,16 @@ class Attachment:
     def _put_around(self, module: nn.Module, around: _AroundOuter | _AroundAttention) -> None:
         self._undo.append(lambda: remove_around(module, around))
         add_around(module, around)
-        _ATTACHMENTS[module] = self
 
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
-        for module in [module for module, attachment in _ATTACHMENTS.items() if attachment is self]:
-            del _ATTACHMENTS[module]
 
     # ---- around the outer forward
 
     def _outer_forward(self, module: nn.Module, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if not self.enabled:
-            return proceed(*args, **kwargs)
+            return self._run(None, proceed, args, kwargs)
         parameters = self._parameters[module]
         arguments = parameters.by_name(args, kwargs)
         seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
@@ -224,12 +221,13 @@ class _AroundOuter:
 
     hook_ids: tuple[int, ...] = ()
 
-    def __init__(self, module: weakref.ref[nn.Module], run: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, attachment: Attachment, run: Callable[..., Any]) -> None:
         self._module = module
+        self.attachment = attachment
         self._run = run
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        return self._run(self._module(), call, args, kwargs)
+        return self._run(self._module, call, args, kwargs)
 
     around_forward = around_call
 
@@ -239,22 +237,19 @@ class _AroundAttention:
 
     hook_ids: tuple[int, ...] = ()
 
-    def __init__(self, module: weakref.ref[nn.Module], attachment: Attachment) -> None:
+    def __init__(self, module: nn.Module, attachment: Attachment) -> None:
         self._module = module
-        self._attachment = attachment
+        self.attachment = attachment
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        module = self._module()
-        if not torch.compiler.is_compiling() and module is not None:
-            self._attachment.saw_attention(module)
+        if not torch.compiler.is_compiling():
+            self.attachment.saw_attention(self._module)
         return call(*args, **kwargs)
 
     around_forward = around_call
 
 
 NO_CALL = "it made no call that packed_sdpa saw (eager attention, or a function of its own)"
-
-_ATTACHMENTS: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 
 
 class Handle:
@@ -367,7 +362,8 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 
 
 def _attachment_in(model: nn.Module) -> Attachment | None:
-    return next((_ATTACHMENTS[module] for module in model.modules() if module in _ATTACHMENTS), None)
+    arounds = (around for module in model.modules() for around in arounds_of(module))
+    return next((a.attachment for a in arounds if isinstance(a, (_AroundOuter, _AroundAttention))), None)
 
 
 def _attach_again(

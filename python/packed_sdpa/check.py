@@ -119,8 +119,8 @@ def _documents(model: nn.Module, batch: Mapping[str, Any], attachment: Attachmen
     documents = (find_documents(arguments, told) if look else None) or documents_armed_by_hand()
     if documents is None:
         raise ValueError(
-            f"batch tells no documents: give {', '.join(SOURCE_KEYWORDS)} (position_ids that restart), or arm them; got "
-            f"{', '.join(arguments) or 'nothing'}"
+            f"batch tells no documents: give {', '.join(SOURCE_KEYWORDS)} (position_ids that restart), or arm them; "
+            f"got {', '.join(arguments) or 'nothing'}"
         )
     return documents
 

@@ -120,7 +120,7 @@ def test_armed_documents_and_documents_function(model):
 
 
 def test_bad_input(model):
-    with pytest.raises(ValueError, match="batch tells no documents: give doc_ids, .* got input_ids"):
+    with pytest.raises(ValueError, match=r"batch tells no documents: give doc_ids, .* got input_ids"):
         packed_sdpa.check_isolation(model, {"input_ids": packed_batch()["input_ids"]})
     with pytest.raises(ValueError, match="tells 1 document; isolation needs at least two"):
         packed_sdpa.check_isolation(model, {**packed_batch((5,)), "doc_ids": torch.ones(1, 5).long()})
@@ -132,7 +132,7 @@ def test_bad_input(model):
 
 
 def test_report_counts_and_prints(model):
-    with pytest.raises(ValueError, match="this LlamaForCausalLM is not attached; call packed_sdpa.attach"):
+    with pytest.raises(ValueError, match=r"this LlamaForCausalLM is not attached; call packed_sdpa.attach"):
         packed_sdpa.report(model)
     with packed_sdpa.attach(model) as handle:
         model(**packed_batch())

@@ -55,11 +55,6 @@ def test_chunks_of_documents_with_padding_between():
     assert len({first[0], first[2], first[4], first[6]}) == 4  # a document's rows behind a gap are a later piece
     assert second[0] == second[6] == second[7] == 0
     assert [second[i] == second[i + 1] for i in range(1, 5)] == [True, False, True, False]
-        1,
-        0,
-        1,
-        0,
-    ]
 
 
 def gemma3_with_images():
