@@ -46,8 +46,15 @@ def long_batch():
     return packed_batch(lengths)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        ("llama", False),
+        ("mistral", True),
+        pytest.param("gemma3", True, marks=pytest.mark.slow),
+        pytest.param("gpt2", False, marks=pytest.mark.slow),
+    ],
+)
 def test_no_tensor_of_s_times_s_elements(name, checkpointing):
     """A step at S 8192; also with a 2-D mask, for which Transformers builds its dense mask even unpacked."""
     changes = {"max_position_embeddings": SIZE, "n_positions": SIZE, "num_hidden_layers": 1, "n_layer": 1}
