@@ -105,7 +105,7 @@ PACKED_SDPA_INLINE float dot_rows(const T* a, const T* b, int64_t dim) {
 }
 
 template <class E, typename T>
-inline void pack_query_tile(const TiledBackward& call, const Document& document, int64_t kv_head,
+PACKED_SDPA_PHASE void pack_query_tile(const TiledBackward& call, const Document& document, int64_t kv_head,
                             const BackwardBuffers<E, T>& buffers, const GradTile& tile) {
   const AttentionShape& shape = call.params.shape;
   const int64_t first_row = tile.first_query * call.group;
@@ -129,10 +129,12 @@ inline void pack_query_tile(const TiledBackward& call, const Document& document,
 
   const float* lse = static_cast<const float*>(call.params.lse);
   T* spare = buffers.spare + round_up(shape.head_dim > shape.head_dim_v ? shape.head_dim : shape.head_dim_v, 64);
+  for (int64_t r = 0; r < kPrefetchRows && r < tile.num_rows; ++r) out.prefetch(first_row + r);
   for (int64_t q = 0; q < tile.num_queries; ++q) {
     const int64_t row = document.query_row(tile.first_query + q);
     for (int64_t g = 0; g < call.group; ++g) {
       const int64_t r = q * call.group + g;
+      if (r + kPrefetchRows < tile.num_rows) out.prefetch(first_row + r + kPrefetchRows);
       buffers.delta[r] = dot_rows(out.read(first_row + r, buffers.spare), grad_out.read(first_row + r, spare),
                                   shape.head_dim_v);
       buffers.lse[r] = static_cast<float>(E::kPair == 1 ? 1.0 : kLog2E) *
@@ -160,7 +162,7 @@ inline void strip_factors(const TiledBackward& call, const Document& document, i
 // P^T and dS^T of `count` keys from `strip` on, from S^T and dP^T. dS^T gets zeros in every column of the tile that the
 // strip did not compute, because dQ^T sums over all of them.
 template <class E, typename T, class ColumnSpan>
-inline void grad_scores(const TiledBackward& call, const BackwardBuffers<E, T>& buffers, float c, int64_t strip,
+PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuffers<E, T>& buffers, float c, int64_t strip,
                         int64_t chunk, int64_t count, Span span, int64_t padded_rows, int64_t block_keys,
                         const ColumnSpan& column_span) {
   using Elem = typename E::Elem;
@@ -287,7 +289,7 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
 
 // Rows of dQ^T out to the tensor: written, or added (float only, where dQ itself holds the running sum).
 template <class E, typename T>
-inline void write_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
+PACKED_SDPA_PHASE void write_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
                              const BackwardBuffers<E, T>& buffers, const GradTile& tile, const float* transposed,
                              bool add) {
   const StridedTensor& target = call.params.grad_query;
@@ -312,7 +314,7 @@ inline void write_grad_query(const TiledBackward& call, const Document& document
 }
 
 template <class E, typename T>
-inline void add_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
+PACKED_SDPA_PHASE void add_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
                            const BackwardBuffers<E, T>& buffers, const GradTile& tile, GradQuerySum* sum,
                            int64_t block) {
   if (sum == nullptr) {
@@ -345,7 +347,7 @@ inline void add_grad_query(const TiledBackward& call, const Document& document, 
 }
 
 template <class E, typename T>
-inline void pack_key_block(const TiledBackward& call, const Document& document, int64_t kv_head,
+PACKED_SDPA_PHASE void pack_key_block(const TiledBackward& call, const Document& document, int64_t kv_head,
                            const BackwardBuffers<E, T>& buffers, int64_t first_key, int64_t num_keys) {
   const AttentionShape& shape = call.params.shape;
   const RowSource<T> key = key_source<T>(call.params.key, document, kv_head, shape.head_dim);
@@ -363,16 +365,16 @@ inline void pack_key_block(const TiledBackward& call, const Document& document, 
 }
 
 template <class E, typename T>
-inline void backward_block(const TiledBackward& call, int32_t document_index, const WorkItem& item,
+inline void backward_block(const TiledBackward& call, int32_t document_index, int32_t kv_head, int64_t block,
                            const BackwardBuffers<E, T>& buffers) {
   const AttentionShape& shape = call.params.shape;
   const Document& document = call.documents[static_cast<size_t>(document_index)];
-  const int64_t first_key = item.block * call.block_size;
+  const int64_t first_key = block * call.block_size;
   int64_t num_keys = document.num_keys - first_key;
   if (num_keys > call.block_size) num_keys = call.block_size;
   if (num_keys <= 0) return;
-  GradQuerySum* sum = call.grad_query_sum(document_index, item.kv_head);
-  pack_key_block<E, T>(call, document, item.kv_head, buffers, first_key, num_keys);
+  GradQuerySum* sum = call.grad_query_sum(document_index, kv_head);
+  pack_key_block<E, T>(call, document, kv_head, buffers, first_key, num_keys);
 
   const int64_t queries_begin = document.first_query_reaching(first_key);
   const int64_t queries_end = document.first_query_past(first_key + num_keys - 1);
@@ -390,9 +392,9 @@ inline void backward_block(const TiledBackward& call, int32_t document_index, co
     if (tile.key_begin < 0) tile.key_begin = 0;
     if (tile.key_end > num_keys) tile.key_end = num_keys;
     if (tile.key_begin >= tile.key_end) continue;
-    pack_query_tile<E, T>(call, document, item.kv_head, buffers, tile);
-    grad_tile<E, T>(call, document, item.kv_head, buffers, tile, num_keys);
-    add_grad_query<E, T>(call, document, item.kv_head, buffers, tile, sum, item.block);
+    pack_query_tile<E, T>(call, document, kv_head, buffers, tile);
+    grad_tile<E, T>(call, document, kv_head, buffers, tile, num_keys);
+    add_grad_query<E, T>(call, document, kv_head, buffers, tile, sum, block);
   }
   if (sum != nullptr) sum->finish_block();
 
@@ -400,9 +402,9 @@ inline void backward_block(const TiledBackward& call, int32_t document_index, co
   const StridedTensor& target_v = call.params.grad_value;
   const Vec scale = vec_set(static_cast<float>(call.params.scale < 0 ? -call.params.scale : call.params.scale));
   T* data_k = static_cast<T*>(target_k.data) + document.batch * target_k.stride_batch +
-              item.kv_head * target_k.stride_head;
+              kv_head * target_k.stride_head;
   T* data_v = static_cast<T*>(target_v.data) + document.batch * target_v.stride_batch +
-              item.kv_head * target_v.stride_head;
+              kv_head * target_v.stride_head;
   for (int64_t j = 0; j < num_keys; ++j) {
     const int64_t row = document.key_row(first_key + j);
     write_row(buffers.grad_k + j * buffers.depth, scale, shape.head_dim, data_k + row * target_k.stride_row,
@@ -418,7 +420,11 @@ void backward_item(void* context, int64_t index, Scratch& scratch) {
   const WorkItem& item = call.items[static_cast<size_t>(index)];
   const BackwardBuffers<E, T> buffers(call, &scratch);
   E::begin();
-  for (int32_t d = item.first_document; d < item.last_document; ++d) backward_block<E, T>(call, d, item, buffers);
+  for (int32_t d = item.first_document; d < item.last_document; ++d) {
+    for (int32_t head = item.first_kv_head; head < item.last_kv_head; ++head) {
+      backward_block<E, T>(call, d, head, item.block, buffers);
+    }
+  }
   E::end();
 }
 

@@ -16,7 +16,7 @@ struct EngineF32 {
   static constexpr int64_t kForwardKeys = 64;
   static constexpr int64_t kBackwardKeyPadding = 16;
   static constexpr int64_t kBackwardRowPadding = 16;
-  static constexpr int64_t kBackwardItemKeys = 256;
+  static constexpr int64_t kBackwardItemKeys = 512;
   static constexpr int64_t kBackwardKeys = 48;
   static constexpr int64_t kBackwardRows = 64;
 
@@ -31,7 +31,7 @@ struct EngineF32 {
   }
   // Rows of a tensor as a B operand whose k runs over them; zero rows up to `padded`.
   template <typename T>
-  static inline void pack_b(const RowSource<T>& source, int64_t first, int64_t count, int64_t padded, int64_t width,
+  static PACKED_SDPA_PHASE void pack_b(const RowSource<T>& source, int64_t first, int64_t count, int64_t padded, int64_t width,
                             float* target, BLayout layout, T* spare) {
     for (int64_t r = 0; r < padded; ++r) {
       const T* row = r < count ? source.read(first + r, spare) : nullptr;
