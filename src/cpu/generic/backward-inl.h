@@ -95,6 +95,28 @@ struct GradTile {
   int64_t key_end;
 };
 
+// Rows of queries that come after this tile.
+template <typename T>
+struct NextTile {
+  RowSource<T> query;
+  RowSource<T> out;
+  RowSource<T> grad_out;
+  int64_t first_row;
+  int64_t num_rows;
+};
+
+template <typename T>
+inline NextTile<T> next_tile(const TiledBackward& call, const Document& document, int64_t kv_head, int64_t tile) {
+  const AttentionShape& shape = call.params.shape;
+  const int64_t first_query = tile * call.queries_per_tile;
+  int64_t queries = document.num_queries - first_query;
+  if (queries > call.queries_per_tile) queries = call.queries_per_tile;
+  return {query_source<T>(call.params.query, document, kv_head, call.group, shape.head_dim),
+          query_source<T>(call.params.out, document, kv_head, call.group, shape.head_dim_v),
+          query_source<T>(call.params.grad_out, document, kv_head, call.group, shape.head_dim_v),
+          first_query * call.group, queries * call.group};
+}
+
 template <typename T>
 PACKED_SDPA_INLINE float dot_rows(const T* a, const T* b, int64_t dim) {
   Vec sums = vec_zero();
@@ -212,7 +234,8 @@ PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuff
 
 template <class E, typename T>
 inline void grad_tile(const TiledBackward& call, const Document& document, int64_t kv_head,
-                      const BackwardBuffers<E, T>& buffers, const GradTile& tile, int64_t block_keys) {
+                      const BackwardBuffers<E, T>& buffers, const GradTile& tile, int64_t block_keys,
+                      const NextTile<T>& next) {
   const AttentionShape& shape = call.params.shape;
   const double scale = call.params.scale < 0 ? -call.params.scale : call.params.scale;
   const float c = static_cast<float>(E::kPair == 1 ? scale : scale * kLog2E);
@@ -234,7 +257,12 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
 
   const int64_t strips_begin = tile.key_begin / E::kBackwardKeyPadding * E::kBackwardKeyPadding;
   const int64_t strips_end = round_up(tile.key_end, E::kBackwardKeyPadding);
+  const int64_t parts = (strips_end - strips_begin + buffers.strip_keys - 1) / buffers.strip_keys;
   for (int64_t chunk = strips_begin; chunk < strips_end; chunk += buffers.strip_keys) {
+    const int64_t part = (chunk - strips_begin) / buffers.strip_keys;
+    next.query.prefetch_share(next.first_row, next.num_rows, part, parts);
+    next.out.prefetch_share(next.first_row, next.num_rows, part, parts);
+    next.grad_out.prefetch_share(next.first_row, next.num_rows, part, parts);
     const int64_t chunk_end = strips_end - chunk < buffers.strip_keys ? strips_end : chunk + buffers.strip_keys;
     if (call.dropout.enabled()) {
       const int64_t real = block_keys < chunk_end ? block_keys : chunk_end;
@@ -366,7 +394,7 @@ PACKED_SDPA_PHASE void pack_key_block(const TiledBackward& call, const Document&
 
 template <class E, typename T>
 inline void backward_block(const TiledBackward& call, int32_t document_index, int32_t kv_head, int64_t block,
-                           const BackwardBuffers<E, T>& buffers) {
+                           const BackwardBuffers<E, T>& buffers, const NextTile<T>& next_block) {
   const AttentionShape& shape = call.params.shape;
   const Document& document = call.documents[static_cast<size_t>(document_index)];
   const int64_t first_key = block * call.block_size;
@@ -393,7 +421,11 @@ inline void backward_block(const TiledBackward& call, int32_t document_index, in
     if (tile.key_end > num_keys) tile.key_end = num_keys;
     if (tile.key_begin >= tile.key_end) continue;
     pack_query_tile<E, T>(call, document, kv_head, buffers, tile);
-    grad_tile<E, T>(call, document, kv_head, buffers, tile, num_keys);
+    NextTile<T> next = next_block;
+    if (t > tiles_begin) {
+      next = next_tile<T>(call, document, kv_head, t - 1);
+    }
+    grad_tile<E, T>(call, document, kv_head, buffers, tile, num_keys, next);
     add_grad_query<E, T>(call, document, kv_head, buffers, tile, sum, block);
   }
   if (sum != nullptr) sum->finish_block();
@@ -420,10 +452,17 @@ void backward_item(void* context, int64_t index, Scratch& scratch) {
   const WorkItem& item = call.items[static_cast<size_t>(index)];
   const BackwardBuffers<E, T> buffers(call, &scratch);
   E::begin();
-  for (int32_t d = item.first_document; d < item.last_document; ++d) {
-    for (int32_t head = item.first_kv_head; head < item.last_kv_head; ++head) {
-      backward_block<E, T>(call, d, head, item.block, buffers);
+  const int32_t heads = item.last_kv_head - item.first_kv_head;
+  const int32_t blocks = (item.last_document - item.first_document) * heads;
+  for (int32_t n = 0; n < blocks; ++n) {
+    NextTile<T> next = {};
+    if (n + 1 < blocks) {  // the last query tile of the item's next block (a whole short document and head)
+      const Document& document = call.documents[static_cast<size_t>(item.first_document + (n + 1) / heads)];
+      const int64_t tiles = (document.num_queries + call.queries_per_tile - 1) / call.queries_per_tile;
+      if (tiles > 0) next = next_tile<T>(call, document, item.first_kv_head + (n + 1) % heads, tiles - 1);
     }
+    backward_block<E, T>(call, item.first_document + n / heads, item.first_kv_head + n % heads, item.block, buffers,
+                         next);
   }
   E::end();
 }

@@ -159,9 +159,30 @@ PACKED_SDPA_PHASE void write_block(const TiledForward& call, const Document& doc
   }
 }
 
+// What the item's next block (a whole short document and head) reads first.
+template <typename T>
+struct NextRows {
+  RowSource<T> query;
+  RowSource<T> key;
+  RowSource<T> value;
+  int64_t num_rows;
+  int64_t num_keys;
+};
+
+template <class E, typename T>
+inline NextRows<T> next_rows(const TiledForward& call, int64_t document_index, int64_t kv_head) {
+  const AttentionShape& shape = call.params.shape;
+  const Document& document = call.documents[static_cast<size_t>(document_index)];
+  return {query_source<T>(call.params.query, document, kv_head, call.group, shape.head_dim),
+          key_source<T>(call.params.key, document, kv_head, shape.head_dim),
+          key_source<T>(call.params.value, document, kv_head, shape.head_dim_v),
+          document.num_queries * call.group,
+          document.num_keys < E::kForwardKeys ? document.num_keys : E::kForwardKeys};
+}
+
 template <class E, typename T>
 inline void forward_block(const TiledForward& call, const Document& document, int64_t kv_head, int64_t block,
-                          const ForwardBuffers<E, T>& buffers) {
+                          const ForwardBuffers<E, T>& buffers, const NextRows<T>& next) {
   const AttentionShape& shape = call.params.shape;
   const int64_t first_query = block * call.block_size;
   int64_t num_queries = document.num_queries - first_query;
@@ -196,7 +217,19 @@ inline void forward_block(const TiledForward& call, const Document& document, in
     transpose_to_b(reinterpret_cast<const float*>(buffers.key_rows), buffers.depth / E::kPair,
                    buffers.depth / E::kPair, round_up(padded, kLanes), buffers.k, k_layout);
     E::pack_b(value, first_key, num_keys, padded, buffers.width, buffers.v, v_layout, buffers.spare);
+    const int64_t next_key = first_key + num_keys;
+    const int64_t next_count = keys_end - next_key < buffers.keys ? keys_end - next_key : buffers.keys;
+    const int64_t parts = (num_rows + buffers.tile_rows - 1) / buffers.tile_rows;
     for (int64_t row = 0; row < num_rows; row += buffers.tile_rows) {
+      const int64_t part = row / buffers.tile_rows;
+      if (next_count > 0) {
+        key.prefetch_share(next_key, next_count, part, parts);
+        value.prefetch_share(next_key, next_count, part, parts);
+      } else {
+        next.query.prefetch_share(0, next.num_rows, part, parts);
+        next.key.prefetch_share(0, next.num_keys, part, parts);
+        next.value.prefetch_share(0, next.num_keys, part, parts);
+      }
       const int64_t count = num_rows - row < buffers.tile_rows ? num_rows - row : buffers.tile_rows;
       const int64_t query_begin = row / call.group;
       const int64_t query_last = (row + count - 1) / call.group;
@@ -213,10 +246,15 @@ void forward_item(void* context, int64_t index, Scratch& scratch) {
   const WorkItem& item = call.items[static_cast<size_t>(index)];
   const ForwardBuffers<E, T> buffers(call, &scratch);
   E::begin();
-  for (int32_t d = item.first_document; d < item.last_document; ++d) {
-    for (int32_t head = item.first_kv_head; head < item.last_kv_head; ++head) {
-      forward_block<E, T>(call, call.documents[static_cast<size_t>(d)], head, item.block, buffers);
-    }
+  const int32_t heads = item.last_kv_head - item.first_kv_head;
+  const int32_t blocks = (item.last_document - item.first_document) * heads;
+  for (int32_t n = 0; n < blocks; ++n) {
+    const Document& document = call.documents[static_cast<size_t>(item.first_document + n / heads)];
+    const NextRows<T> next = n + 1 < blocks
+                                 ? next_rows<E, T>(call, item.first_document + (n + 1) / heads,
+                                                   item.first_kv_head + (n + 1) % heads)
+                                 : NextRows<T>{};
+    forward_block<E, T>(call, document, item.first_kv_head + n % heads, item.block, buffers, next);
   }
   E::end();
 }

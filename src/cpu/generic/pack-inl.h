@@ -30,6 +30,15 @@ struct RowSource {
     const int64_t bytes = stride_dim == 1 ? dim * static_cast<int64_t>(sizeof(T)) : 1;
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(source + b);
   }
+  // The `part`-th of `parts` shares of rows [first, first + count), into the second-level cache: called between the
+  // tiles of one block, so that the next block's rows come in under the arithmetic of this one.
+  PACKED_SDPA_INLINE void prefetch_share(int64_t first, int64_t count, int64_t part, int64_t parts) const {
+    const int64_t bytes = stride_dim == 1 ? dim * static_cast<int64_t>(sizeof(T)) : 1;
+    for (int64_t r = count * part / parts; r < count * (part + 1) / parts; ++r) {
+      const char* source = reinterpret_cast<const char*>(data + offset(first + r));
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(source + b, 0, 2);
+    }
+  }
   // The row as `dim` neighbouring elements: in place, or gathered into `spare`.
   PACKED_SDPA_INLINE const T* read(int64_t stacked, T* spare) const {
     const T* source = data + offset(stacked);
