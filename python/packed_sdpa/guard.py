@@ -6,6 +6,7 @@ module's arounds. Copies and pickles of the module come out as the plain class, 
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import weakref
 from collections.abc import Callable
@@ -93,6 +94,8 @@ def _guarded_class(plain: type) -> type:
             return reduced
         parts = [plain if part is guarded else part for part in reduced]
         parts[1] = tuple(plain if part is guarded else part for part in reduced[1])
+        if parts[1] == (plain,):  # copyreg.__newobj__, the usual maker, may only name the object's own class
+            parts[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
         if len(parts) > 2 and isinstance(parts[2], dict):
             parts[2] = _without_ours(parts[2])
         return tuple(parts)
