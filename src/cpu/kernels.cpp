@@ -1,0 +1,35 @@
+// Dispatch, once per call.
+#include "cpu/kernels.h"
+
+#include "cpu/kernel_table.h"
+#include "cpu/padding.h"
+
+namespace packed_sdpa::cpu {
+namespace {
+
+CpuKernels select(CpuIsa isa, ScalarType dtype) {
+  using Kernels = CpuKernels (*)(ScalarType);
+  static constexpr Kernels kSets[] = {&scalar::kernels, &avx2::kernels, &avx512::kernels,
+                                      &avx512_bf16::kernels, &amx::kernels};
+  for (int set = static_cast<int>(isa); set > 0; --set) {
+    const CpuKernels kernels = kSets[set](dtype);
+    if (kernels.forward != nullptr) return kernels;
+  }
+  return scalar::kernels(dtype);
+}
+
+}  // namespace
+
+const char* forward(const ForwardParams& params, Executor& executor) {
+  const CpuKernels kernels = select(cpu_isa(), params.dtype);
+  fill_forward_padding(params);
+  return kernels.forward(params, executor);
+}
+
+const char* backward(const BackwardParams& params, Executor& executor) {
+  const CpuKernels kernels = select(cpu_isa(), params.dtype);
+  fill_backward_padding(params);
+  return kernels.backward(params, executor);
+}
+
+}  // namespace packed_sdpa::cpu

@@ -1,0 +1,83 @@
+#include "cpu/work_items.h"
+
+#include <algorithm>
+
+namespace packed_sdpa::cpu {
+namespace {
+
+struct Run {
+  Executor* executor;
+  int64_t num_items;
+  size_t scratch_bytes;
+  void (*run_item)(void* context, int64_t item, Scratch& scratch);
+  void* context;
+  std::atomic<int64_t> next{0};
+};
+
+void run_body(void* context, int /*thread*/) {
+  Run& run = *static_cast<Run*>(context);
+  int64_t item = run.next.fetch_add(1, std::memory_order_relaxed);
+  if (item >= run.num_items) return;
+  Scratch scratch(run.scratch_bytes);
+  for (; item < run.num_items; item = run.next.fetch_add(1, std::memory_order_relaxed)) {
+    scratch.reset();
+    run.run_item(run.context, item, scratch);
+  }
+}
+
+}  // namespace
+
+std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, int64_t num_kv_heads,
+                                      SplitBy split_by, int64_t block_size) {
+  const auto size_of = [split_by](const Document& document) {
+    return split_by == SplitBy::kQueries ? document.num_queries : document.num_keys;
+  };
+  const int32_t num_documents = static_cast<int32_t>(documents.size());
+  std::vector<int32_t> long_documents;
+  for (int32_t d = 0; d < num_documents; ++d) {
+    if (size_of(documents[static_cast<size_t>(d)]) > block_size) long_documents.push_back(d);
+  }
+  std::stable_sort(long_documents.begin(), long_documents.end(), [&](int32_t a, int32_t b) {
+    return size_of(documents[static_cast<size_t>(a)]) > size_of(documents[static_cast<size_t>(b)]);
+  });
+
+  std::vector<WorkItem> items;
+  for (const int32_t d : long_documents) {
+    const int64_t blocks = (size_of(documents[static_cast<size_t>(d)]) + block_size - 1) / block_size;
+    for (int32_t head = 0; head < num_kv_heads; ++head) {
+      for (int32_t i = 0; i < blocks; ++i) {
+        // Causal forward: late query blocks see the most keys, so they come first. Backward: key block 0 is seen by
+        // the most queries, and block j adds to dQ after block j - 1.
+        const int32_t block = split_by == SplitBy::kQueries ? static_cast<int32_t>(blocks) - 1 - i : i;
+        items.push_back({d, d + 1, head, block});
+      }
+    }
+  }
+  for (int32_t head = 0; head < num_kv_heads; ++head) {
+    for (int32_t first = 0; first < num_documents;) {
+      int64_t size = size_of(documents[static_cast<size_t>(first)]);
+      if (size > block_size) {
+        ++first;
+        continue;
+      }
+      int32_t last = first + 1;
+      while (last < num_documents) {
+        size += std::max<int64_t>(1, size_of(documents[static_cast<size_t>(last)]));
+        if (size > block_size) break;
+        ++last;
+      }
+      items.push_back({first, last, head, 0});
+      first = last;
+    }
+  }
+  return items;
+}
+
+void run_work_items(Executor& executor, int64_t num_items, size_t scratch_bytes,
+                    void (*run_item)(void* context, int64_t item, Scratch& scratch), void* context) {
+  if (num_items == 0) return;
+  Run run{&executor, num_items, scratch_bytes, run_item, context};
+  executor.run(&run_body, &run);
+}
+
+}  // namespace packed_sdpa::cpu

@@ -1,0 +1,40 @@
+// How a call is cut into pieces of work, and how threads take them.
+//
+// The cut depends on the documents and the kernel's block sizes only, never on the number of threads; items are taken
+// in order from one counter. So the result is the same for every thread count, and an item may wait for items before
+// it (those have been taken by a running thread, or are done) without any danger of a deadlock, also when the executor
+// runs its bodies one after another.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "cpu/documents.h"
+#include "cpu/kernels.h"
+#include "cpu/scratch.h"
+
+namespace packed_sdpa::cpu {
+
+// Either one block (of queries in forward, of keys in backward) of one long document, or a run of whole short ones.
+struct WorkItem {
+  int32_t first_document = 0;
+  int32_t last_document = 0;  // exclusive
+  int32_t kv_head = 0;
+  int32_t block = 0;
+};
+
+enum class SplitBy : int8_t { kQueries, kKeys };
+
+// Documents longer than block_size (in queries or keys) are cut into blocks; shorter ones stay whole, and neighbours
+// share an item while their sizes sum to at most block_size. Long documents come first, each block after block, so
+// that the tail of a call is made of small items.
+std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, int64_t num_kv_heads,
+                                      SplitBy split_by, int64_t block_size);
+
+// Calls run_item(context, item index, scratch) for every item, on the executor's threads.
+void run_work_items(Executor& executor, int64_t num_items, size_t scratch_bytes,
+                    void (*run_item)(void* context, int64_t item, Scratch& scratch), void* context);
+
+}  // namespace packed_sdpa::cpu

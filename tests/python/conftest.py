@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # tests/cases.py, for every suite
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # oracle.py
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def _own_random_state():
+    """No test sees or leaves a random state."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
