@@ -65,7 +65,7 @@ def build_model(config: Any, model: str | Path | None, dtype: torch.dtype, seed:
     else:
         net = _from_config(config, dtype, model)
     net.train()
-    net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    net.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return net
 
 
