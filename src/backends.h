@@ -6,6 +6,7 @@
 namespace packed_sdpa {
 
 const AttentionBackend& cpu_backend();
+const AttentionBackend& per_document_backend();
 const AttentionBackend& reference_backend();
 
 }  // namespace packed_sdpa

@@ -7,6 +7,7 @@
 
 #include "backends.h"
 #include "packed_sdpa/backend.h"
+#include "rows.h"
 
 namespace packed_sdpa {
 
@@ -49,7 +50,8 @@ std::string describe(const AttentionRequest& request) {
 }  // namespace
 
 const std::vector<const AttentionBackend*>& available_backends() {
-  static const std::vector<const AttentionBackend*> backends = {&cpu_backend(), &reference_backend()};
+  static const std::vector<const AttentionBackend*> backends = {&cpu_backend(), &per_document_backend(),
+                                                                &reference_backend()};
   return backends;
 }
 
@@ -69,6 +71,10 @@ AttentionRequest make_request(const AttentionCall& call) {
   request.gathered = call.layout.token_index_q.numel() > 0 || call.layout.token_index_k.numel() > 0;
   request.bottom_right = call.layout.diagonal_offsets.numel() == 0;
   request.deterministic = at::globalContext().deterministicAlgorithms();
+  request.num_documents = call.layout.cu_seqlens_q.numel() - 1;
+  request.max_seqlen_q = call.layout.max_seqlens.const_data_ptr<int64_t>()[0];
+  request.max_seqlen_k = call.layout.max_seqlens.const_data_ptr<int64_t>()[1];
+  request.host_offsets = has_host_offsets(call.layout);
   return request;
 }
 

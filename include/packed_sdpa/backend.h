@@ -31,6 +31,10 @@ struct AttentionRequest {
   bool gathered = false;      // token indices are given: padding or gaps
   bool bottom_right = true;   // no diagonal offsets
   bool deterministic = false;  // at::globalContext().deterministicAlgorithms()
+  int64_t num_documents = 0;
+  int64_t max_seqlen_q = 0;
+  int64_t max_seqlen_k = 0;
+  bool host_offsets = true;  // the offsets are on the host too, so a backend may plan with them
 };
 
 // A checked call: shapes, dtypes, devices and layout values agree (checks.cpp saw to it).

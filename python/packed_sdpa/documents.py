@@ -7,7 +7,7 @@ Foreign spellings (``cu_seq_lens_q``, ``seq_idx``, ``_packed_seq_ids``) end here
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,21 @@ class Documents:
     layout: PackedLayout
     doc_ids: Tensor  # int64 [B, S], host, 0 = padding
     source: str  # the argument that told, for messages
+    _chunks: dict[int, Documents] = field(default_factory=dict, compare=False, repr=False)
+
+    def in_chunks(self, size: int) -> Documents:
+        """Each document cut into pieces of ``size`` rows, counted from its first row (chunked attention). Made once."""
+        if size not in self._chunks:
+            rows = torch.arange(self.doc_ids.shape[1]).expand_as(self.doc_ids)
+            order = torch.arange(self.doc_ids.shape[0]).unsqueeze(1).expand_as(self.doc_ids)
+            keys, document = torch.stack([order, self.doc_ids]).flatten(1).unique(dim=1, return_inverse=True)
+            first = torch.full((keys.shape[1],), self.doc_ids.shape[1], dtype=torch.int64)
+            first.scatter_reduce_(0, document, rows.flatten(), "amin")
+            piece = (rows.flatten() - first[document]) // size
+            _, numbers = torch.stack([document, piece]).unique(dim=1, return_inverse=True)
+            ids = (numbers.view_as(self.doc_ids) + 1).masked_fill(self.doc_ids == 0, 0)
+            self._chunks[size] = from_doc_ids(ids, self.source)
+        return self._chunks[size]
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -150,8 +150,11 @@ def document_mask(
             device=device,
             **kwargs,
         )
-    rule = _audited_rule(masking, scope, documents, mask_function, device, kwargs)
+    rule, others = _read_mask_function(mask_function)
     ledger = scope.ledger if scope is not None else _UNATTACHED
+    if rule.chunk_size:
+        documents = documents.in_chunks(rule.chunk_size)
+    _audit(masking, scope, documents, rule, others, mask_function, device, kwargs)
     return DocumentMask(documents.layout.tensors(device), rule.is_causal, rule.window_size, ledger)
 
 
@@ -169,16 +172,17 @@ def _documents_outside_attach(mask_function: Callable, attention_mask: Tensor | 
     return None
 
 
-def _audited_rule(
+def _audit(
     masking: Any,
     scope: ForwardScope | None,
     documents: Documents,
+    rule: MaskRule,
+    others: list[str],
     function: Callable,
     device: torch.device,
     kwargs: dict,
-) -> MaskRule:
-    """The rule that the model's mask function means; what it has beyond the rule is evaluated and refused by name."""
-    rule, others = _read_mask_function(function)
+) -> None:
+    """What the model's mask has beyond the rule (``others``) is evaluated inside documents, and refused by name."""
     on_mask = scope.on_mask if scope is not None else "error"
     warned = scope.ledger.warned if scope is not None else _UNATTACHED.warned
     model = type(kwargs["config"]).__name__ if "config" in kwargs else "the model"
@@ -205,7 +209,6 @@ def _audited_rule(
         pair = differing_pair(documents, rule, dense_mask_visible(mask, documents), device)
         if pair is not None:
             raise_or_warn(on_mask, f"attention_mask was given dense: {describe_pair(pair, rule)}", warned)
-    return rule
 
 
 def _kind(function: Callable) -> str:
@@ -231,7 +234,6 @@ def _parts(function: Callable) -> Iterator[Callable]:
 
 
 _NAMES = {
-    "chunked_overlay": "chunked attention",
     "blockwise_overlay": "blocks of tokens that see each other both ways (images)",
     "or_masks": "an extra mask that lets see more (image blocks, prefixes)",
 }
@@ -239,7 +241,7 @@ _NAMES = {
 
 def _read_mask_function(function: Callable) -> tuple[MaskRule, list[str]]:
     """(the rule that the known parts make, names of the parts that the rule does not have)."""
-    is_causal, left, right = False, -1, -1
+    is_causal, left, right, chunk = False, -1, -1, 0
     others: list[str] = []
     for part in _parts(function):
         kind = _kind(part)
@@ -250,14 +252,17 @@ def _read_mask_function(function: Callable) -> tuple[MaskRule, list[str]]:
         elif kind == "sliding_window_bidirectional_overlay":
             left = _narrower(left, _closure(part)["sliding_window"])
             right = _narrower(right, _closure(part)["sliding_window"])
+        elif kind == "chunked_overlay":
+            chunk = _closure(part)["chunk_size"]
         elif kind == "or_masks":
             others.append(_NAMES[kind])
             inner = [_read_mask_function(part) for part in _closure(part)["mask_functions"]]
             is_causal |= any(rule.is_causal for rule, _ in inner)
             left = next((rule.window_size[0] for rule, _ in inner if rule.window_size[0] >= 0), left)
+            chunk = next((rule.chunk_size for rule, _ in inner if rule.chunk_size), chunk)
         elif kind not in _TRANSPARENT:
             others.append(_NAMES.get(kind, f"a mask function {kind}"))
-    return MaskRule(is_causal, (left, 0 if is_causal and left >= 0 else right)), others
+    return MaskRule(is_causal, (left, 0 if is_causal and left >= 0 else right), chunk), others
 
 
 _TRANSPARENT = {
@@ -282,6 +287,7 @@ def _check_mask_functions(masking: Any) -> None:
     for function, expected in (
         (masking.causal_mask_function, MaskRule(True)),
         (masking.sliding_window_causal_mask_function(window), MaskRule(True, (window - 1, 0))),
+        (masking.chunked_causal_mask_function(window, ids[0, :1]), MaskRule(True, chunk_size=window)),
         (masking.bidirectional_mask_function, MaskRule(False)),
         (masking.sliding_window_bidirectional_mask_function(window), MaskRule(False, (window, window))),
         (masking.remap_positions_for_packed_sequence(masking.causal_mask_function, ids), MaskRule(True)),
@@ -296,6 +302,8 @@ def _check_mask_functions(masking: Any) -> None:
                 want = want & (rows - columns <= left)
             if right >= 0:
                 want = want & (columns - rows <= right)
+            if rule.chunk_size:
+                want = want & (columns // rule.chunk_size == rows // rule.chunk_size)
             same = bool((seen == want).all())
         if not same:
             raise RuntimeError(
@@ -417,8 +425,16 @@ def supports_sdpa(model: nn.Module) -> bool:
     return bool(getattr(model, "_supports_sdpa", False))
 
 
-def implementation(config: Any) -> str | None:
-    return getattr(config, "_attn_implementation", None)
+def why_no_sdpa(model: nn.Module, attention: nn.Module) -> str:
+    """What of a model's attention sdpa does not have, as far as its config and its attention module tell."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return f"it soft-caps its logits, attn_logit_softcapping={config.attn_logit_softcapping}"
+    if isinstance(getattr(attention, "sinks", None), Tensor):
+        return "it has attention sinks"
+    if getattr(config, "alibi", False):
+        return "it has ALiBi"
+    return "it has attention that only eager computes"
 
 
 def switch_implementation(config: Any) -> Callable[[], None]:

@@ -26,9 +26,11 @@ class MaskRule:
 
     is_causal: bool
     window_size: tuple[int, int] = (-1, -1)
+    chunk_size: int = 0  # > 0: each document is cut into pieces of so many rows, which do not see each other
 
     def __str__(self) -> str:
         kind = "causal" if self.is_causal else "whole-document"
+        kind += f" in chunks of {self.chunk_size}" if self.chunk_size else ""
         return kind if self.window_size == (-1, -1) else f"{kind} with window_size={self.window_size}"
 
 

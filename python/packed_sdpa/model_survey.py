@@ -14,9 +14,9 @@ from packed_sdpa import hf
 
 _ATTENTION_LIKE = re.compile(r"attn|attention|mixer|mha", re.IGNORECASE)
 _STATE_SPACE = re.compile(
-    r"mamba|ssm|rwkv|retention|deltanet|linear_?attn|linearattention|lightning|hyena|shortconv|recurrent|rglru",
-    re.IGNORECASE,
+    r"Mamba|SSM|Rwkv|RWKV|Retention|DeltaNet|LinearAtt|LightningAtt|Hyena|ShortConv|Recurrent|Rglru|RGLRU|xLSTM"
 )
+_MIXES_NO_TOKENS = re.compile(r"(MLP|Norm\w*|Embeddings?|Experts?|Router|Gate|Head|Linear|Cache|Act\w*)$")
 _TOKEN_PARAMETERS = ("input_ids", "inputs_embeds")
 
 
@@ -60,8 +60,8 @@ def survey(model: nn.Module, route: str, matches: Callable[[str, nn.Module], boo
         for owner in owners[name]:
             if not hf.supports_sdpa(owner):
                 raise ValueError(
-                    f"{type(owner).__name__} does not support sdpa in Transformers (it has attention that only eager "
-                    "computes), so packed attention cannot take its place; train it unpacked"
+                    f"{type(owner).__name__} does not support sdpa in Transformers ({hf.why_no_sdpa(owner, module)}), so "
+                    "packed attention cannot take its place; train it unpacked"
                 )
         for part in (*owners[name], module):
             if part.config not in _Identity(found.configs):
@@ -142,23 +142,27 @@ def _outer_forwards(modules: dict[str, nn.Module], attention: list[str]) -> list
 
 
 def _leaking(modules: dict[str, nn.Module]) -> list[str]:
-    """Outermost modules that mix neighbouring tokens without attention."""
+    """Layers that mix neighbouring tokens without attention, by class name or by a convolution over tokens in them."""
     names: list[str] = []
     for name, module in modules.items():
-        if any(name.startswith(other + ".") for other in names):
+        if not name or _holds_layers(module):
             continue
-        convolution = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
-        state_space = _STATE_SPACE.search(type(module).__name__) and not _holds_attention(module)
-        if name and (convolution or state_space):
+        kind = type(module).__name__
+        convolves = any(isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for part in module.children())
+        alone = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
+        state_space = _STATE_SPACE.search(kind) and not _MIXES_NO_TOKENS.search(kind)
+        if (convolves or alone or state_space) and not any(name.startswith(other + ".") for other in names):
             names.append(name)
     return names
 
 
-def _holds_attention(module: nn.Module) -> bool:
-    """A model or layer that is named for its state-space layers but is not one itself."""
-    inside = list(module.children())
+def _holds_layers(module: nn.Module) -> bool:
+    """A model, or a block around a mixing layer: it may be named for its state-space layers but is not one itself."""
     return hf.is_hf_model(module) or any(
-        isinstance(part, nn.ModuleList) or _ATTENTION_LIKE.search(type(part).__name__) for part in inside
+        isinstance(part, nn.ModuleList)
+        or _ATTENTION_LIKE.search(type(part).__name__)
+        or (_STATE_SPACE.search(type(part).__name__) and not _MIXES_NO_TOKENS.search(type(part).__name__))
+        for part in module.children()
     )
 
 
@@ -166,7 +170,7 @@ def _nothing_found(model: nn.Module, modules: dict[str, nn.Module], interface: l
     like = [
         f"{name} ({type(module).__name__})"
         for name, module in modules.items()
-        if name and _ATTENTION_LIKE.search(name.split(".")[-1] + " " + type(module).__name__)
+        if name and _looks_like_attention(name, module)
     ]
     saw = "; it has no attention-like modules either" if not like else f"; attention-like modules it has: {few(like)}"
     what = f"model: {type(model).__name__} has no attention modules that route={route!r} can take"
@@ -176,6 +180,13 @@ def _nothing_found(model: nn.Module, modules: dict[str, nn.Module], interface: l
     if route == "interface" and not interface:
         cure = "it is not on Transformers' attention interface, so use route='hooks', and match= to name them"
     return f"{what}{saw}; {cure}"
+
+
+def _looks_like_attention(name: str, module: nn.Module) -> bool:
+    if _MIXES_NO_TOKENS.search(type(module).__name__):
+        return False
+    named = _ATTENTION_LIKE.search(name.split(".")[-1]) and next(module.parameters(), None) is not None
+    return bool(named or _ATTENTION_LIKE.search(type(module).__name__))
 
 
 def few(names: list[str]) -> str:

@@ -7,6 +7,7 @@ class.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +61,10 @@ def _plain(module: nn.Module, cls: type, reduced: Any) -> Any:
         return reduced
     make, args, *rest = reduced
     if type(module) is cls:
-        args = tuple(cls.__bases__[0] if arg is cls else arg for arg in args)
+        base = cls.__bases__[0]
+        if args == (cls,):  # the usual recipe, copyreg.__newobj__, may only name the object's own class
+            make, args = copyreg._reconstructor, (base, object, None)  # type: ignore[attr-defined]
+        args = tuple(base if arg is cls else arg for arg in args)
     if rest and isinstance(rest[0], dict):
         rest[0] = {name: value for name, value in rest[0].items() if name != _KEY}
     return (make, args, *rest)

@@ -1,0 +1,30 @@
+// [B, H, S, D] tensors as packed rows [B * S, H, D] and back, without a copy where strides allow it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "packed_sdpa/layout.h"
+
+namespace packed_sdpa {
+
+// A view for [B, S, H, D]-strided tensors of any B and for every tensor of B = 1; else a copy.
+at::Tensor as_rows(const at::Tensor& tensor);
+// [B * S, H, D] -> [B, H, S, D] in the memory layout of empty_laid_out_like(like, D); a view where rows lie
+// that way.
+at::Tensor from_rows(const at::Tensor& rows, const at::Tensor& like);
+// lse [H, B * S] -> contiguous [B, H, S], and back.
+at::Tensor lse_from_rows(const at::Tensor& lse_rows, int64_t batch);
+at::Tensor lse_as_rows(const at::Tensor& lse);
+
+// Offsets of the documents on the host, from the layout itself when it is there, else from the mirror behind
+// max_seqlens. No device tensor is read. A layout whose values only the device knows (GraphLayout) has none.
+struct HostOffsets {
+  std::vector<int64_t> q, k;  // [N + 1]
+};
+bool has_host_offsets(const LayoutTensors& layout);
+HostOffsets host_offsets(const LayoutTensors& layout);
+
+}  // namespace packed_sdpa
