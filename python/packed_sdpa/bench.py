@@ -19,6 +19,7 @@ from packed_sdpa.bench_contenders import CONTENDERS
 from packed_sdpa.bench_measure import measure_case
 from packed_sdpa.bench_memory import extra_peak_mib
 from packed_sdpa.bench_options import BenchOptions
+from packed_sdpa.bench_overheads import measure_overheads
 from packed_sdpa.errors import import_extra
 
 Results = dict[str, Any]
@@ -28,7 +29,7 @@ def run_bench(options: BenchOptions, console: Console | None = None) -> Results:
     """Measures what the options ask for, prints tables, writes the files asked for, and returns every number.
 
     The result has ``machine`` (strings) and lists of rows: ``kernels`` and the sweeps ``by_document_length`` and
-    ``by_row_length`` (a row a case, dtype, pass and contender), ``training``, ``memory``, ``schedule``.
+    ``by_row_length`` (a row a case, dtype, pass and contender), ``training``, ``memory``, ``overheads``, ``schedule``.
     """
     console = console or Console()
     if options.simulate_cores is not None:
@@ -71,6 +72,14 @@ def _measure(options: BenchOptions, console: Console) -> Results:
             results["training"] = _measure_training(options, progress)
         if options.memory:
             results["memory"] = _measure_memory(options, progress)
+        if options.overheads:
+            progress.add_task("overheads", total=None)
+            dtypes = [getattr(torch, dtype) for dtype in options.dtypes]
+            results["overheads"] = measure_overheads(dtypes, options.rounds, options.seconds_each)
+        if options.simulate_cores is not None:
+            progress.add_task("work items", total=None)
+            rows = [bench_schedule.measure_schedules(options.simulate_cores, dtype) for dtype in options.dtypes]
+            results["schedule"] = [row for part in rows for row in part]
     return results
 
 

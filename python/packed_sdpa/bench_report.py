@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Grid(NamedTuple):
 
     title: str
     head: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 def kernel_grid(rows: Iterable[Row], dtype: str, step: str) -> Grid:
@@ -92,6 +92,22 @@ def memory_grid(rows: Iterable[Row]) -> Grid:
     return Grid(f"forward and backward, {rows[0]['dtype']}: extra peak memory, MiB", head, lines)
 
 
+def overhead_grid(rows: Iterable[Row]) -> Grid:
+    """Microseconds of small calls and of the layout; how many times as fast with all threads."""
+    lines = [
+        (row["what"], f"{row['microseconds']:,.1f} us" if "microseconds" in row else f"{row['times']:.2f}x")
+        for row in rows
+    ]
+    return Grid("overheads and threads", ("", ""), lines)
+
+
+def schedule_grid(rows: Iterable[Row]) -> Grid:
+    """Efficiency of the simulated schedule."""
+    lines = [(row["case"], row["dtype"], row["pass"], f"{row['cores']}", f"{row['efficiency']:.0%}") for row in rows]
+    head = ("case", "dtype", "pass", "cores", "efficiency")
+    return Grid("work items on more cores, simulated from their times here", head, lines)
+
+
 def grids(results: dict[str, Any]) -> list[Grid]:
     """Every table that the results have rows for."""
     tables = []
@@ -106,6 +122,10 @@ def grids(results: dict[str, Any]) -> list[Grid]:
         tables.append(training_grid(results["training"]))
     if results.get("memory"):
         tables.append(memory_grid(results["memory"]))
+    if results.get("overheads"):
+        tables.append(overhead_grid(results["overheads"]))
+    if results.get("schedule"):
+        tables.append(schedule_grid(results["schedule"]))
     return tables
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+import packed_sdpa
 from packed_sdpa._library import ops
+from packed_sdpa.bench_cases import Case, kernel_cases, log_normal_seqlens
 from packed_sdpa.errors import InputError
 
 
@@ -30,6 +35,36 @@ def simulate(item_seconds: Sequence[float], cores: int) -> Schedule:
         heapq.heapreplace(free, free[0] + seconds)
     makespan = max(free)
     return Schedule(cores, makespan, sum(item_seconds) / (cores * makespan))
+
+
+def schedule_cases() -> list[Case]:
+    """M1's heads at 32,768 tokens: documents of mean 512, and one long document."""
+    m1 = kernel_cases()["M1"]
+    return [
+        replace(m1, name="M1 S 32768", title="mean 512", seqlens=log_normal_seqlens(512, 32768)),
+        replace(m1, name="one of 32768", title="one document", seqlens=(32768,)),
+    ]
+
+
+def measure_schedules(cores: int, dtype_name: str) -> list[dict[str, Any]]:
+    """One row a case and pass: efficiency on so many cores, from item times measured here."""
+    rows: list[dict[str, Any]] = []
+    for case in schedule_cases():
+        for step, backward in (("forward", False), ("backward", True)):
+            schedule = simulate(item_seconds(case, getattr(torch, dtype_name), backward), cores)
+            row = {"case": case.name, "dtype": dtype_name, "pass": step, "cores": cores}
+            rows.append({**row, "efficiency": schedule.efficiency, "seconds": schedule.makespan})
+    return rows
+
+
+def item_seconds(case: Case, dtype: torch.dtype, backward: bool) -> list[float]:
+    """Seconds of each work item of a call, in the order in which threads take them."""
+    require_item_times()
+    query, key, value, _ = case.inputs(dtype)
+    layout = packed_sdpa.PackedLayout.from_doc_ids(case.doc_ids)
+    return list(
+        ops.cpu_work_item_seconds(query, key, value, list(layout.tensors()), True, case.window_left, 0, backward)
+    )
 
 
 def require_item_times() -> None:

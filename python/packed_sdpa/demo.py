@@ -42,7 +42,7 @@ class DemoOptions:
     text_field: str = "text"
     model: Path | None = None
     seq_len: int = 4096
-    steps: int = 20
+    steps: int = 16
     dtype: str = "float32"
     out: Path = Path("demo_out")
     learning_rate: float = 2e-3

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from packed_sdpa import bench, bench_cases, bench_measure, bench_report, bench_schedule, cli
+from packed_sdpa import bench, bench_cases, bench_measure, bench_overheads, bench_report, bench_schedule, cli
 from packed_sdpa.bench_cases import Case
 from packed_sdpa.bench_contenders import CONTENDERS, dense_mask
 from packed_sdpa.bench_options import CASE_NAMES, CONTENDER_NAMES, BenchOptions
@@ -113,6 +113,31 @@ def test_schedule_on_more_cores() -> None:
         bench_schedule.simulate([], cores=1)
 
 
+def test_schedule_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [case.seq_len for case in bench_schedule.schedule_cases()] == [32768, 32768]
+    monkeypatch.setattr(bench_schedule, "item_seconds", lambda case, dtype, backward: [0.5] * (3 if backward else 4))
+    rows = bench_schedule.measure_schedules(2, "float32")
+    assert [row["efficiency"] for row in rows] == [1.0, 0.75, 1.0, 0.75]
+    assert bench_report.schedule_grid(rows).rows[1] == ("M1 S 32768", "float32", "backward", "2", "75%")
+
+
+def test_overheads_have_a_row_each() -> None:
+    calls = bench_overheads.small_calls(rounds=1)
+    assert len(calls) == 3 and all(row["microseconds"] > 0 for row in calls)
+    layout = bench_overheads.layout(rounds=1, seq_len=2048, documents=20)
+    assert "2,048 tokens" in layout["what"] and layout["microseconds"] > 0
+    lines = bench_report.overhead_grid([layout, {"what": "threads", "times": 1.9}]).rows
+    assert lines[0][1].endswith(" us") and lines[1] == ("threads", "1.90x")
+
+
+def test_thread_scaling_leaves_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_overheads, "kernel_cases", lambda: {"M1": TINY})
+    threads = torch.get_num_threads()
+    rows = bench_overheads.thread_scaling(torch.float32, rounds=1, seconds_each=5.0, cases=("M1",))
+    assert torch.get_num_threads() == threads
+    assert rows[0]["what"] == f"M1 float32, {threads} threads against one" and rows[0]["times"] > 0
+
+
 @pytest.fixture
 def tiny_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_measure, "GEMM_SIZE", 64)
@@ -200,6 +225,7 @@ def test_memory_in_a_process_of_its_own() -> None:
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--memory", "4096,x"], "--memory must be counts of at least 1 separated by commas, got '4096,x'"),
+        (["--simulate-cores", "64"], "--simulate-cores: this build of the library does not report the times"),
         (["--json", "."], "--json . is a folder; pass a file to write"),
     ],
 )
