@@ -85,7 +85,6 @@ class AttentionHook:
         self.window_size = window_size
         self._warned: set[str] = set()
         self.hooked_at: tuple[int, int] = ops.this_place()
-        self.holds_multihead_attention = any(isinstance(part, nn.MultiheadAttention) for part in module.modules())
         self._handles = (
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, always_call=True),
@@ -107,10 +106,6 @@ class AttentionHook:
         numbers = () if module is None else (hook.attachment for hook in reversed(hooks_of(module)))
         return tuple(number for number in numbers if number is not None)
 
-    def module_is_training(self) -> bool:
-        module = self._module()
-        return module is not None and module.training
-
     def is_causal(self) -> bool:
         return getattr(self._module(), "is_causal", None) is not False
 
@@ -126,14 +121,16 @@ class AttentionHook:
 
     def passed_while_armed(self, reason: str, sizes: str) -> None:
         """Warns, once a reason. Attached models have their own way to tell."""
-        if self.attachment is not None or reason in self._warned:
+        if self.attachment is None:
+            self._warn_once(
+                f"made an attention call that was passed through to stock while documents are armed: {reason}", sizes
+            )
+
+    def _warn_once(self, cause: str, details: str = "") -> None:
+        if cause in self._warned:
             return
-        self._warned.add(reason)
-        warnings.warn(
-            f"packed_sdpa: an attention call of {self.record.name} was passed through to stock while documents are "
-            f"armed: {reason} ({sizes})",
-            stacklevel=4,
-        )
+        self._warned.add(cause)
+        warnings.warn(f"packed_sdpa: {self.record.name} {cause}{details and f' ({details})'}", stacklevel=5)
 
     # The hook pair. _after runs for every Exception; for the others the guard below does.
 
@@ -142,8 +139,14 @@ class AttentionHook:
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         frame = interception.current_frame()
-        if frame is not None and frame.hook is self:
-            interception.leave(interception.height() - 1)
+        if frame is None or frame.hook is not self:
+            return
+        interception.leave(interception.height() - 1)
+        if frame.calls == 0 and self.attachment is None and _PACKED_STATE.get() is not None:
+            self._warn_once(
+                "ran without calling scaled_dot_product_attention while documents are armed, so its attention was not "
+                "packed; make it use SDPA (attn_implementation='sdpa', need_weights=False)"
+            )
 
     # The guard.
 
