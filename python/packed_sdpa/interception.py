@@ -1,4 +1,4 @@
-"""Puts the packed function in the place of scaled_dot_product_attention, only while a hooked forward runs, only in its thread.
+"""Puts the packed function in the place of SDPA, only while a hooked forward runs, only in its thread.
 
 Two ways at once, because each misses calls that the other sees:
 
