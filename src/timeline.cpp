@@ -466,6 +466,7 @@ Timeline::Statistics Timeline::statistics() const {
   for (const auto& [thread, log] : logs_) {
     const std::lock_guard<std::mutex> log_guard(log->mutex);
     ++counts.threads;
+    drop_ended(*log);
     counts.redirects += static_cast<int64_t>(log->redirects.size());
     counts.scopes += static_cast<int64_t>(log->scopes.size());
     for (const auto& [attachment, history] : log->histories) {

@@ -129,7 +129,7 @@ def leave(down_to: int) -> None:
     if thread in _inside:
         with _lock:
             if _inside == {thread} and F.scaled_dot_product_attention is _packed:
-                F.scaled_dot_product_attention = _outer  # type: ignore[assignment]
+                F.scaled_dot_product_attention = _outer
             _inside.discard(thread)
 
 
