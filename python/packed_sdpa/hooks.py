@@ -1,11 +1,13 @@
 """Hooks on attention modules, and the scope of one outer forward. Internal; what other modules of the package use:
 
-``hook_attention(module, record, *, attachment=None, window_size=None) -> unhook``
+``hook_attention(module, record, *, attachment=None, window_size=None, audit=None) -> unhook``
     While ``module`` runs (called, or its ``forward`` called directly), and only in that thread, attention calls go to
     the packed function: taken when the documents in force fit, else passed through to stock; ``record`` counts each as
     taken or passed with its reason. A module with ``is_causal = False`` is passed through; its ``sliding_window = W``
     becomes the window ``(W - 1, 0)`` unless ``window_size`` gives one. ``attachment`` names whose forward scopes the
-    module listens to; without one only the armed state counts. ``unhook()`` leaves the module as it was found.
+    module listens to; without one only the armed state counts. ``audit(documents, window_size, attn_mask, is_causal)``
+    is asked about the mask of each call that would be taken: it returns a reason to pass the call through, or None, or
+    raises. ``unhook()`` leaves the module as it was found.
 
 ``new_attachment() -> int``
     A number for one attached model.
@@ -31,7 +33,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from packed_sdpa import guard, interception
 from packed_sdpa._library import ops
@@ -53,6 +55,8 @@ __all__ = [
 
 _attachment_numbers = itertools.count(1)
 
+Audit = Callable[[ArmedDocuments, tuple[int, int], Tensor | None, bool], str | None]
+
 
 def new_attachment() -> int:
     return next(_attachment_numbers)
@@ -72,7 +76,9 @@ class AttentionHook:
         record: ModuleRecord,
         attachment: int | None,
         window_size: tuple[int, int] | None,
+        audit: Audit | None = None,
     ) -> None:
+        self.audit = audit
         self._module = weakref.ref(module)
         self.record = record
         self.attachment = attachment
@@ -180,9 +186,10 @@ def hook_attention(
     *,
     attachment: int | None = None,
     window_size: tuple[int, int] | None = None,
+    audit: Audit | None = None,
 ) -> Callable[[], None]:
     """Hooks one attention module; see the top of this file."""
-    return AttentionHook(module, record, attachment, window_size).unhook
+    return AttentionHook(module, record, attachment, window_size, audit).unhook
 
 
 def in_forward_scope(attachment: int) -> bool:

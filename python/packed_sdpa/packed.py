@@ -97,6 +97,9 @@ def _packed_varlen_sdpa(
         matched = _match_heads(query, key, value, enable_gqa)
         if matched is None or not _one_kind(query, key, value):
             reason = REFUSED
+    if reason is None and frame is not None and frame.hook.audit is not None and not torch.compiler.is_compiling():
+        assert documents is not None
+        reason = frame.hook.audit(documents, frame.hook.window(), attn_mask, is_causal)
     if reason is not None:
         output = _pass_through(
             frame, reason, documents, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
