@@ -14,7 +14,9 @@
 namespace packed_sdpa {
 namespace {
 
-at::Tensor ids(std::initializer_list<int64_t> values) { return at::tensor(at::ArrayRef<int64_t>(values)); }
+at::Tensor ids(std::initializer_list<int64_t> values) {
+  return at::tensor(at::ArrayRef<int64_t>(values));
+}
 
 at::Tensor operand(int64_t seed) {
   at::manual_seed(static_cast<uint64_t>(seed));
@@ -25,8 +27,12 @@ at::Tensor packed(const at::Tensor& x, const at::Tensor& doc_ids) {
   return packed_attention(x, x, x, PackedLayout::from_doc_ids(doc_ids)).out;
 }
 
-at::Tensor stock(const at::Tensor& x) { return at::scaled_dot_product_attention(x, x, x); }
-at::Tensor drop_in(const at::Tensor& x) { return scaled_dot_product_attention(x, x, x); }
+at::Tensor stock(const at::Tensor& x) {
+  return at::scaled_dot_product_attention(x, x, x);
+}
+at::Tensor drop_in(const at::Tensor& x) {
+  return scaled_dot_product_attention(x, x, x);
+}
 
 class State : public testing::Test {
  protected:
@@ -106,8 +112,9 @@ TEST_F(State, HeadsAsStockTakesThem) {
   const at::Tensor two = at::randn({1, 2, 6, 8});
   EXPECT_TRUE(at::allclose(scaled_dot_product_attention(query, one, one),
                            packed_attention(query, one, one, armed_documents()->layout()).out));
-  EXPECT_TRUE(at::allclose(scaled_dot_product_attention(query, two, two, {}, 0.0, false, {}, /*enable_gqa=*/true),
-                           packed_attention(query, two, two, armed_documents()->layout()).out));
+  EXPECT_TRUE(
+      at::allclose(scaled_dot_product_attention(query, two, two, {}, 0.0, false, {}, /*enable_gqa=*/true),
+                   packed_attention(query, two, two, armed_documents()->layout()).out));
   EXPECT_THROW(scaled_dot_product_attention(query, two, two), c10::Error);
 }
 

@@ -22,8 +22,12 @@ struct Value : TimelineValue {
   int number;
 };
 
-TimelinePtr value(int number) { return std::make_shared<const Value>(number); }
-int number_of(const TimelinePtr& held) { return held == nullptr ? 0 : static_cast<const Value&>(*held).number; }
+TimelinePtr value(int number) {
+  return std::make_shared<const Value>(number);
+}
+int number_of(const TimelinePtr& held) {
+  return held == nullptr ? 0 : static_cast<const Value&>(*held).number;
+}
 
 using Shared = ThreadSharedVar<int>;
 
@@ -98,7 +102,8 @@ struct Clock {
   uint64_t sequence = 0;
 
   Moment forward() const { return {thread, sequence, kNoGraphTask, std::nullopt, false, {}}; }
-  Moment backward(int64_t task, NodePlace node, const std::shared_ptr<void>& alive, bool precedes = false) const {
+  Moment backward(int64_t task, NodePlace node, const std::shared_ptr<void>& alive,
+                  bool precedes = false) const {
     return {thread, sequence, task, node, precedes, alive};
   }
   NodePlace make_node() { return {thread, sequence++}; }
@@ -158,7 +163,7 @@ TEST(Timeline, DeeperBackwardsFollowTheNodeThatAsked) {
   EXPECT_EQ(process.recompute(inner, 2, true), 1);
   EXPECT_EQ(process.recompute(after_call, 2), 1);
   EXPECT_EQ(process.recompute(tail_of_b, 1), 2);  // same backward: not deeper
-  process.task.reset();  // the backward has ended, however
+  process.task.reset();                           // the backward has ended, however
   process.task = std::make_shared<int>(0);
   EXPECT_EQ(process.recompute(tail_of_b, 3), 2);
   EXPECT_EQ(process.timeline.statistics().redirects, 1);
@@ -178,7 +183,8 @@ TEST(Timeline, ScopesWinAndUnwindByNumber) {
   process.timeline.leave_scope(process.clock.forward(), outer);
   EXPECT_EQ(process.timeline.statistics().scopes, 0);
   EXPECT_EQ(number_of(process.timeline.resolve(process.clock.forward(), caller, armed)), 9);
-  EXPECT_EQ(number_of(process.timeline.resolve(process.clock.backward(1, node, process.task), caller, armed)), 1);
+  EXPECT_EQ(number_of(process.timeline.resolve(process.clock.backward(1, node, process.task), caller, armed)),
+            1);
 }
 
 TEST(Timeline, RaisesWhereItCannotTell) {
@@ -194,7 +200,8 @@ TEST(Timeline, RaisesWhereItCannotTell) {
   Moment no_node = process.clock.backward(1, node, process.task);
   no_node.node.reset();
   EXPECT_THROW(process.timeline.resolve(no_node, {}, {}), TimelineError);
-  EXPECT_THROW(process.timeline.resolve(process.clock.backward(1, node, process.task), {{}, {1, 50}}, {}), TimelineError);
+  EXPECT_THROW(process.timeline.resolve(process.clock.backward(1, node, process.task), {{}, {1, 50}}, {}),
+               TimelineError);
 }
 
 TEST(Timeline, AFollowerKnowsWhatItsOwnCallsSaw) {

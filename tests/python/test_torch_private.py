@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from packed_sdpa import _torch_private
+from packed_sdpa import _torch_private, packed
 from packed_sdpa._library import ops
 
 CHANGED = f"torch {torch.__version__} changed something that packed_sdpa/_torch_private.py relies on: "
@@ -42,6 +42,7 @@ def test_the_recomputation_hook_is_recognized():
 
 def test_the_dispatch_key():
     x = torch.randn(1, 1, 3, 4)
+    assert packed  # its import registers the key's kernels
     assert not _torch_private.is_catching()
     _torch_private.set_catching(True)
     try:
