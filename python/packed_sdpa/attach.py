@@ -141,8 +141,8 @@ class Attachment:
 
     def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
         told = None
-        if callable(self.documents) and outermost:
-            told = self.documents(*args, **kwargs)
+        if callable(self.documents):
+            told = self.documents(*args, **kwargs) if outermost else None
             if told is None:
                 return None
         armed = documents_armed_by_hand()
@@ -361,6 +361,13 @@ def attach(
     found = survey(model, route, _matcher(match))
     attachment = Attachment(model, found, documents, strict, on_mask)
     attachment.apply()
+    for name, kind in found.of_another_kind.items():
+        warnings.warn(
+            f"packed_sdpa: {name} asks for {kind!r} attention by a config of its own; it is switched to packed "
+            "attention like the others",
+            UserWarning,
+            stacklevel=2,
+        )
     if found.leaking:
         warnings.warn(
             f"packed_sdpa: {few(found.leaking)}: state-space, convolution or linear-attention layers mix tokens "

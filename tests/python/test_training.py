@@ -311,6 +311,7 @@ def test_hooked_layers_break_the_graph_and_stay_right():
         stock(**packed_batch(), use_cache=False)
 
 
+@pytest.mark.slow
 def test_whole_model_compiled_is_packed_or_loud():
     model = ARCHITECTURES["llama"].make(dtype=torch.float32, num_hidden_layers=1).eval()
     batch = packed_batch()
