@@ -73,7 +73,10 @@ class Attachment:
             outer = torch.compiler.disable(self._outer_forward, recursive=False)
             for module in self.found.outer:
                 self._put_around(module, _AroundOuter(module, self, outer))
+            for _, module in self.found.interface:
+                self._put_around(module, _AroundAttention(module, self))
             for _, module in self.found.hooks:
+                self._put_around(module, _AroundHooked(module, self))
                 window = hf.window_of(module)
                 hook = hook_attention(
                     module,
@@ -83,8 +86,6 @@ class Attachment:
                     audit=self._mask_audit,
                 )
                 self._undo.append(hook)
-            for _, module in (*self.found.interface, *self.found.hooks):
-                self._put_around(module, _AroundAttention(module, self))
             done = True
         finally:
             if not done:
@@ -245,6 +246,20 @@ class _AroundAttention:
         if not torch.compiler.is_compiling():
             self.attachment.saw_attention(self._module)
         return call(*args, **kwargs)
+
+    around_forward = around_call
+
+
+class _AroundHooked(_AroundAttention):
+    """Around the hooks of a hooked attention module too. Which documents are in force is known when the module runs,
+    not when it is traced, so a compiled graph breaks here and goes on behind the module."""
+
+    def __init__(self, module: nn.Module, attachment: Attachment) -> None:
+        super().__init__(module, attachment)
+        self._run = torch.compiler.disable(super().around_call)
+
+    def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return self._run(call, args, kwargs)
 
     around_forward = around_call
 
