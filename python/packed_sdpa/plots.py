@@ -152,7 +152,8 @@ def _plain_log(axis: Any) -> None:
 
 def _legend_below(axis: Any) -> None:
     """One legend for the whole figure, from one of its axes."""
-    axis.figure.legend(*axis.get_legend_handles_labels(), fontsize=9, ncols=3, loc="outside lower center")
+    columns = 3 if axis.figure.get_figwidth() > 8 else 2
+    axis.figure.legend(*axis.get_legend_handles_labels(), fontsize=9, ncols=columns, loc="outside lower center")
 
 
 def _pick(rows: Sequence[dict[str, Any]], dtype: str, step: str) -> list[dict[str, Any]]:
@@ -182,7 +183,8 @@ def plot_kernels(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
                 spots = [index + (place - (len(names) - 1) / 2) * width for index in range(len(cases))]
                 heights = [speed.get((case, name), 0.0) for case in cases]
                 axis.bar(spots, heights, width=width * 0.92, color=style["color"], label=style["label"])
-            axis.set_xticks(range(len(cases)), cases)
+            titles = {row["case"]: row["title"].replace(", ", ",\n") for row in rows}
+            axis.set_xticks(range(len(cases)), [f"{case}\n{titles[case]}" for case in cases], fontsize=9)
             axis.set_title(f"{dtype}, {step}")
             axis.set_ylabel("useful GFLOP/s")
         _legend_below(axes[0][0])
