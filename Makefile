@@ -34,7 +34,7 @@ $(STAMPS)/packages: requirements.txt tools/make_venv | $(STAMPS)/system
 $(STAMPS)/built: $(CPP_SOURCES) pyproject.toml $(STAMPS)/packages
 	@echo "Building the C++ library ..."
 	@PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
-	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps $(if $(CI),--config-settings=cmake.define.PACKED_SDPA_WERROR=ON) --editable .
 	@touch $@
 
 build: $(STAMPS)/built
@@ -49,10 +49,11 @@ bench: build
 
 # --- tests ----------------------------------------------------------------------------------------------------------
 
-$(STAMPS)/cpp_tests: $(CPP_SOURCES) $(CPP_TESTS) $(STAMPS)/built
-	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(CPP_BUILD) -G Ninja -DPACKED_SDPA_BUILD_TESTS=ON \
-	  -DPACKED_SDPA_WERROR=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > build/cpp-configure.log \
-	  || { cat build/cpp-configure.log; exit 1; }
+$(STAMPS)/cpp_tests: $(CPP_TESTS) $(STAMPS)/built
+	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S tests/cpp -B $(CPP_BUILD) -G Ninja \
+	  -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+	  -DCMAKE_PREFIX_PATH="$$($(BIN)/python -c 'import packed_sdpa; print(packed_sdpa.cmake_prefix_path)')" \
+	  > build/cpp-configure.log || { cat build/cpp-configure.log; exit 1; }
 	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build $(CPP_BUILD) --parallel $(JOBS)
 	@touch $@
 

@@ -80,7 +80,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward_autograd(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cu_seqlens_q,
     const at::Tensor& cu_seqlens_k, const at::Tensor& token_index_q, const at::Tensor& token_index_k,
     const at::Tensor& diagonal_offsets, const at::Tensor& max_seqlens, bool is_causal, int64_t window_left,
-    int64_t window_right, double scale, double dropout_p, c10::string_view backend) {
+    int64_t window_right, double scale, double dropout_p, std::string_view backend) {
   const variable_list outputs = VarlenAttention::apply(
       query, key, value, cu_seqlens_q, cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets, max_seqlens,
       is_causal, window_left, window_right, scale, dropout_p, std::string(backend));
@@ -92,7 +92,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_autograd(
     const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state, const at::Tensor& cu_seqlens_q,
     const at::Tensor& cu_seqlens_k, const at::Tensor& token_index_q, const at::Tensor& token_index_k,
     const at::Tensor& diagonal_offsets, const at::Tensor& max_seqlens, bool is_causal, int64_t window_left,
-    int64_t window_right, double scale, double dropout_p, c10::string_view backend) {
+    int64_t window_right, double scale, double dropout_p, std::string_view backend) {
   const ops::Settings settings{
       {is_causal, window_left, window_right}, scale, dropout_p, std::string(backend)};
   const variable_list tensors{grad_out,      query,        key,           value,         out,

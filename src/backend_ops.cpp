@@ -16,7 +16,7 @@ namespace {
 std::vector<std::vector<std::string>> explain_op(const at::Tensor& query, const at::Tensor& key,
                                                  const at::Tensor& value, at::TensorList layout, bool is_causal,
                                                  int64_t window_left, int64_t window_right, double dropout_p,
-                                                 c10::string_view backend) {
+                                                 std::string_view backend) {
   AttentionCall call;
   call.query = query;
   call.key = key;

@@ -6,6 +6,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <string_view>
+
 #include "checks.h"
 #include "packed_sdpa/backend.h"
 #include "tensors.h"
@@ -23,7 +25,7 @@ namespace {
   const at::Tensor &cu_seqlens_q, const at::Tensor &cu_seqlens_k, const at::Tensor &token_index_q,             \
       const at::Tensor &token_index_k, const at::Tensor &diagonal_offsets, const at::Tensor &max_seqlens,      \
       bool is_causal, int64_t window_left, int64_t window_right, double scale, double dropout_p,               \
-      c10::string_view backend
+      [[maybe_unused]] std::string_view backend
 #define PACKED_SDPA_LAYOUT_ARGUMENTS                                                                        \
   cu_seqlens_q, cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets, max_seqlens, is_causal,       \
       window_left, window_right, scale, dropout_p, backend
@@ -31,11 +33,11 @@ namespace {
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using ForwardSignature = Three(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const at::Tensor&, bool, int64_t, int64_t, double, double, c10::string_view);
+                               const at::Tensor&, bool, int64_t, int64_t, double, double, std::string_view);
 using BackwardSignature = Three(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                 const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                 const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                const at::Tensor&, bool, int64_t, int64_t, double, double, c10::string_view);
+                                const at::Tensor&, bool, int64_t, int64_t, double, double, std::string_view);
 
 AttentionCall checked_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            PACKED_SDPA_LAYOUT_PARAMETERS) {

@@ -28,8 +28,12 @@ at::Tensor from_rows(const at::Tensor& rows, const at::Tensor& like) {
 }
 
 at::Tensor lse_from_rows(const at::Tensor& lse_rows, int64_t batch) {
+  const int64_t heads = lse_rows.size(0);
   const int64_t count = batch == 0 ? 0 : lse_rows.size(1) / batch;
-  return lse_rows.reshape({lse_rows.size(0), batch, count}).transpose(0, 1).contiguous();
+  const at::Tensor lse = lse_rows.reshape({heads, batch, count}).transpose(0, 1);
+  // as_strided: strides of dims of size 1 too are those that the meta kernel tells.
+  if (lse.is_contiguous()) return lse.as_strided({batch, heads, count}, {heads * count, count, 1});
+  return lse.contiguous();
 }
 
 at::Tensor lse_as_rows(const at::Tensor& lse) {

@@ -1,17 +1,36 @@
 """Exact, fast attention for packed sequences."""
 
+from packed_sdpa._library import CMAKE_PREFIX_PATH as cmake_prefix_path
+from packed_sdpa.arming import arm, disarm
+from packed_sdpa.attach import Handle, NotTakenError, attach
 from packed_sdpa.functional import available_backends, explain, packed_attention, varlen_attention
 from packed_sdpa.graph_layout import GraphLayout
+from packed_sdpa.hf import register_hf_attention
 from packed_sdpa.layout import LayoutTensors, PackedLayout
+from packed_sdpa.mask_audit import MaskNotHonouredError
+from packed_sdpa.packing import PackedRows, pack
+from packed_sdpa.report import Report, report
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GraphLayout",
+    "Handle",
     "LayoutTensors",
+    "MaskNotHonouredError",
+    "NotTakenError",
     "PackedLayout",
+    "PackedRows",
+    "Report",
+    "arm",
+    "attach",
     "available_backends",
+    "cmake_prefix_path",
+    "disarm",
     "explain",
+    "pack",
     "packed_attention",
+    "register_hf_attention",
+    "report",
     "varlen_attention",
 ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from packed_sdpa.packages import PackageBackend, PackageCall, PackedRows
+from packed_sdpa.packages import PackageBackend, PackageCall, RealRows
 
 
 class FlashAttnPackage(PackageBackend):
     name = "flash_attn"
     package = "flash_attn"
 
-    def attend(self, call: PackageCall, rows: PackedRows) -> Tensor:
+    def attend(self, call: PackageCall, rows: RealRows) -> Tensor:
         from flash_attn import flash_attn_varlen_func
 
         left, right = call.window_size

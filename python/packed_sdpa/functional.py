@@ -122,22 +122,20 @@ def varlen_attention(
         if tensor.dim() != 3:
             raise ValueError(f"{name} must be 3-D [T, H, D], got shape {list(tensor.shape)}")
     layout = PackedLayout.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0])
-    result = packed_attention(
+    out, lse = attention_on_tensors(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
         value.transpose(0, 1).unsqueeze(0),
-        layout,
+        layout.tensors(query.device),
         is_causal=is_causal,
         window_size=window_size,
         scale=scale,
         dropout_p=dropout_p,
         backend=backend,
-        return_lse=return_lse,
+        need_lse=return_lse,
     )
-    if not return_lse:
-        return result.squeeze(0).transpose(0, 1)
-    out, lse = result
-    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    out = out.squeeze(0).transpose(0, 1)
+    return (out, lse.squeeze(0)) if return_lse else out
 
 
 def attention_on_tensors(
@@ -167,7 +165,8 @@ def attention_on_tensors(
             return package.attention(call), query.new_empty(0, dtype=torch.float32)
         if not backend.startswith(packages.AUTO_PREFIX):
             raise RuntimeError(
-                f"backend '{backend}' cannot take this call: {'; '.join(reasons)}. backend='auto' takes the first that can"
+                f"backend '{backend}' cannot take this call: {'; '.join(reasons)}. "
+                "backend='auto' takes the first that can"
             )
         backend = "auto"
     out, lse, _ = ops.varlen_attention_forward(

@@ -27,7 +27,7 @@ class LayoutTensors(NamedTuple):
 
 
 def host_offsets(layout: LayoutTensors) -> tuple[Tensor, Tensor] | None:
-    """int64 offsets of queries and keys ``[N + 1]`` on the host, without reading a device; None for a GraphLayout there."""
+    """int64 offsets of queries and keys ``[N + 1]`` on the host. No device is read: None for a GraphLayout on one."""
     if layout.cu_seqlens_q.device.type == "cpu":
         return layout.cu_seqlens_q.long(), layout.cu_seqlens_k.long()
     mirror = layout.max_seqlens[3:]  # behind the maxima and `has gaps` (src/rows.cpp)

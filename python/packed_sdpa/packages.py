@@ -34,8 +34,8 @@ class PackageCall:
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Real tokens as a varlen kernel of a package wants them. T tokens; index is None when every row is a real token."""
+class RealRows:
+    """Real tokens as a varlen kernel of a package wants them, T of them. index: None where every row is one."""
 
     query: Tensor  # [Tq, Hq, D]
     key: Tensor  # [Tk, Hkv, D]
@@ -82,7 +82,7 @@ class PackageBackend(ABC):
         return reasons
 
     @abstractmethod
-    def attend(self, call: PackageCall, rows: PackedRows) -> Tensor:
+    def attend(self, call: PackageCall, rows: RealRows) -> Tensor:
         """[Tq, Hq, D] of the packed rows."""
 
     def attention(self, call: PackageCall) -> Tensor:
@@ -126,7 +126,7 @@ def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
     return torch.arange(int(counts.sum())) + (starts - begins).repeat_interleave(counts)
 
 
-def packed_rows(call: PackageCall) -> PackedRows | None:
+def packed_rows(call: PackageCall) -> RealRows | None:
     """Documents that have queries and keys; None when there is none. Reads the host's offsets, never the device."""
     offsets = host_offsets(call.layout)
     assert offsets is not None, "asked for in unsupported_reasons"
@@ -138,7 +138,7 @@ def packed_rows(call: PackageCall) -> PackedRows | None:
     key, new_k, _ = _side(call.key, offsets_k, kept, call.layout.token_index_k)
     value, _, _ = _side(call.value, offsets_k, kept, call.layout.token_index_k)
     device = call.query.device
-    return PackedRows(
+    return RealRows(
         query,
         key,
         value,

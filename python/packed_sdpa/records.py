@@ -15,6 +15,7 @@ class ModuleRecord:
     passed: Counter[str] = field(default_factory=Counter)  # by reason
     backends: Counter[str] = field(default_factory=Counter)  # by name, taken calls only
     windows: Counter[tuple[int, int]] = field(default_factory=Counter)  # window_size of taken calls
+    last_passed: str = ""  # reason of the latest call that was passed through
 
     def count_taken(self, backend: str, window_size: tuple[int, int] = (-1, -1)) -> None:
         self.taken += 1
@@ -23,6 +24,7 @@ class ModuleRecord:
 
     def count_passed(self, reason: str) -> None:
         self.passed[reason] += 1
+        self.last_passed = reason
 
     @property
     def calls(self) -> int:
@@ -30,5 +32,6 @@ class ModuleRecord:
 
     def reset(self) -> None:
         self.taken = 0
+        self.last_passed = ""
         for counter in (self.passed, self.backends, self.windows):
             counter.clear()

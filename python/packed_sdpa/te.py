@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from packed_sdpa.packages import PackageBackend, PackageCall, PackedRows
+from packed_sdpa.packages import PackageBackend, PackageCall, RealRows
 
 
 @functools.lru_cache(maxsize=64)
@@ -39,7 +39,7 @@ class TransformerEngine(PackageBackend):
             reasons.append(f"it is used without dropout only (dropout_p {call.dropout_p})")
         return reasons
 
-    def attend(self, call: PackageCall, rows: PackedRows) -> Tensor:
+    def attend(self, call: PackageCall, rows: RealRows) -> Tensor:
         # Bottom-right aligned as ours; where counts are equal it is the same as plain causal.
         mask_type = "padding_causal_bottom_right" if call.is_causal else "padding"
         left, right = call.window_size

@@ -89,6 +89,10 @@ KeyRange Document::visible_keys(int64_t query) const {
 }
 
 int64_t Document::first_query_reaching(int64_t key) const {
+  if (key_rows == nullptr) {  // end = min(num_keys, diagonal + r + right + 1) > key
+    if (window_right < 0) return 0;
+    return std::clamp<int64_t>(key - window_right - diagonal, 0, num_queries);
+  }
   int64_t low = 0;
   int64_t high = num_queries;
   while (low < high) {
@@ -103,6 +107,10 @@ int64_t Document::first_query_reaching(int64_t key) const {
 }
 
 int64_t Document::first_query_past(int64_t key) const {
+  if (key_rows == nullptr) {  // begin = max(0, diagonal + r - left) > key
+    if (window_left < 0) return num_queries;
+    return std::clamp<int64_t>(key + window_left - diagonal + 1, 0, num_queries);
+  }
   int64_t low = 0;
   int64_t high = num_queries;
   while (low < high) {
@@ -142,6 +150,13 @@ std::vector<Document> read_documents(const AttentionParams& params) {
     documents.push_back(document);
   }
   return documents;
+}
+
+// Before the run a query stands too far ahead of the first key, after it too far behind the last.
+RowRun seeing_queries(const Document& document) {
+  if (document.num_keys == 0) return {0, 0};
+  const int64_t begin = document.first_query_reaching(0);
+  return {begin, std::max(begin, document.first_query_past(document.num_keys - 1))};
 }
 
 std::vector<RowRun> padding_query_rows(const AttentionParams& params) {

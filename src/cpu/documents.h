@@ -38,8 +38,8 @@ struct Document {
     return key_rows != nullptr ? key_rows[rank] - flat_key_base : first_key_row + rank;
   }
   KeyRange visible_keys(int64_t query) const;
-  // First query r in [0, num_queries] whose range ends beyond `key` (sees keys up to it), and first query whose range
-  // begins beyond it: the queries that see `key` are [first_query_reaching(key), first_query_past(key)).
+  // For a key of the document: the first query in [0, num_queries] whose range ends beyond it, and the first whose
+  // range begins beyond it. The queries that see the key are [first_query_reaching(key), first_query_past(key)).
   int64_t first_query_reaching(int64_t key) const;
   int64_t first_query_past(int64_t key) const;
 };
@@ -53,5 +53,8 @@ struct RowRun {
 };
 std::vector<RowRun> padding_query_rows(const AttentionParams& params);
 std::vector<RowRun> padding_key_rows(const AttentionParams& params);
+
+// The queries of a document that see at least one key: a half-open run of ranks.
+RowRun seeing_queries(const Document& document);
 
 }  // namespace packed_sdpa::cpu

@@ -19,5 +19,17 @@ struct CpuKernels {
 namespace scalar {
 CpuKernels kernels(ScalarType dtype);
 }
+namespace avx2 {
+CpuKernels kernels(ScalarType dtype);
+}
+namespace avx512 {
+CpuKernels kernels(ScalarType dtype);
+}
+namespace avx512_bf16 {
+CpuKernels kernels(ScalarType dtype);
+}
+namespace amx {
+CpuKernels kernels(ScalarType dtype);
+}
 
 }  // namespace packed_sdpa::cpu

@@ -8,7 +8,13 @@ namespace packed_sdpa::cpu {
 namespace {
 
 CpuKernels select(CpuIsa isa, ScalarType dtype) {
-  (void)isa;
+  using Kernels = CpuKernels (*)(ScalarType);
+  static constexpr Kernels kSets[] = {&scalar::kernels, &avx2::kernels, &avx512::kernels,
+                                      &avx512_bf16::kernels, &amx::kernels};
+  for (int set = static_cast<int>(isa); set > 0; --set) {
+    const CpuKernels kernels = kSets[set](dtype);
+    if (kernels.forward != nullptr) return kernels;
+  }
   return scalar::kernels(dtype);
 }
 

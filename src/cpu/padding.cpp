@@ -73,6 +73,15 @@ void fill_backward_padding(const BackwardParams& params) {
   for (const RowRun& run : padding_query_rows(params)) {
     zero_rows(params.grad_query, element, shape.num_heads, shape.rows_q, shape.head_dim, run);
   }
+  for (const Document& document : read_documents(params)) {
+    const RowRun seeing = seeing_queries(document);
+    const auto zero_query = [&](int64_t rank) {
+      const int64_t flat = document.flat_query_base + document.query_row(rank);
+      zero_rows(params.grad_query, element, shape.num_heads, shape.rows_q, shape.head_dim, {flat, flat + 1});
+    };
+    for (int64_t q = 0; q < seeing.begin; ++q) zero_query(q);
+    for (int64_t q = seeing.end; q < document.num_queries; ++q) zero_query(q);
+  }
   for (const RowRun& run : padding_key_rows(params)) {
     zero_rows(params.grad_key, element, shape.num_kv_heads, shape.rows_k, shape.head_dim, run);
     zero_rows(params.grad_value, element, shape.num_kv_heads, shape.rows_k, shape.head_dim_v, run);

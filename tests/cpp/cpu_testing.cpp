@@ -183,7 +183,7 @@ void expect_close(const char* what, const Problem& problem, const std::vector<do
   // the math path is the oracle itself.
   const ScalarType dtype = problem.settings.dtype;
   const double floor = dtype == ScalarType::kFloat64   ? 64.0 * epsilon(dtype) * (1.0 + largest)
-                       : dtype == ScalarType::kFloat32 ? 8.0 * epsilon(dtype) * (0.25 + largest)
+                       : dtype == ScalarType::kFloat32 ? 8.0 * epsilon(dtype) * (1.0 + largest)
                                                        : 2.0 * epsilon(dtype) * largest;
   const double bound = 2.0 * worst_math + floor;
   EXPECT_LE(worst, bound) << what << ": worst at element " << worst_index << ": expected "

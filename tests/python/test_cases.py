@@ -134,7 +134,7 @@ def test_case_13_many_documents(dtype):
     out = packed_attention(query, key, value, layout)
     assert torch.equal(out, value)
     out.backward(torch.ones_like(out))
-    assert torch.equal(value.grad, torch.ones_like(value))
+    torch.testing.assert_close(value.grad, torch.ones_like(value))
 
 
 def test_case_14_id_dtypes_and_a_reused_buffer():
@@ -210,12 +210,7 @@ def test_case_22_strides(dtype):
             assert torch.equal(ours, theirs)
         for before, after in zip(kept, operands, strict=True):
             assert torch.equal(before, after)
-    assert packed_attention(query, key, value, layout).stride() == query.stride()[:1] * 0 + (
-        size * 64,
-        16,
-        64,
-        1,
-    )
+    assert packed_attention(query, key, value, layout).transpose(1, 2).is_contiguous()
 
 
 @dtypes

@@ -1,0 +1,68 @@
+"""Every private torch name that this package uses, in one place; tests/python/test_torch_private.py tries each.
+
+Written against torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NO_GRAPH_TASK = -1
+
+
+def current_graph_task() -> int:
+    """Number of the backward that runs in this thread, -1 outside of one. Deeper backwards have greater numbers."""
+    return torch._C._current_graph_task_id()
+
+
+def in_recomputation_hook() -> bool:
+    """The newest saved-tensor hooks of this thread are those of a non-reentrant checkpoint's recompute."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return False
+    pack = hooks[0]
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint" and "_recomputation_hook" in getattr(
+        pack, "__qualname__", ""
+    )
+
+
+# A dispatch key that nobody else uses, off unless a thread turns it on. torch keeps it for tests of its own; with the
+# fallthrough below every operator but the one that we catch skips it at no cost.
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
+_libraries: list[torch.library.Library] = []
+
+
+def catch_sdpa_operator(kernel: Callable[..., torch.Tensor]) -> None:
+    """In threads that turned catching on, ``kernel`` is called for ``aten::scaled_dot_product_attention``."""
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+    sdpa = torch.library.Library("aten", "IMPL")
+    sdpa.impl("scaled_dot_product_attention", kernel, _KEY_NAME)
+    _libraries.extend((everything, sdpa))
+
+
+def set_catching(on: bool) -> None:
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, on)
+
+
+def is_catching() -> bool:
+    return torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+
+
+def newest_function_mode() -> object:
+    """The TorchFunctionMode that was entered last in this thread, None without one."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return modes[-1] if modes else None
+
+
+STOCK_SDPA: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
+
+
+def node_metadata(tensor: torch.Tensor) -> dict[str, Any] | None:
+    """A dictionary that lives as long as the autograd node which made the tensor; None when there is none."""
+    node = tensor.grad_fn
+    return None if node is None else node.metadata  # type: ignore[return-value]

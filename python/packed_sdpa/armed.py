@@ -1,0 +1,105 @@
+"""Documents that are in force for attention calls which do not name them, and how a call finds its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packed_sdpa import _torch_private
+from packed_sdpa._library import ops
+from packed_sdpa.layout import LayoutTensors, PackedLayout
+
+_METADATA_KEY = "packed_sdpa_documents"
+_resolve = ops.resolve_documents.default
+
+
+class ArmedDocuments:
+    """A copy of doc_ids with the layout that was built from it, once, and the wished-for backend.
+
+    doc_ids: integer or bool ``[B, S]`` or ``[S]``, any device; 0 is padding. backend: as in
+    :func:`packed_sdpa.packed_attention`. Raises ValueError or TypeError before anything changes.
+    """
+
+    __slots__ = ("__weakref__", "_core", "backend", "backend_names", "batch", "doc_ids", "id", "layout", "rows")
+
+    def __init__(self, doc_ids: Tensor, backend: str = "auto") -> None:
+        if not isinstance(doc_ids, Tensor):
+            raise TypeError(
+                f"doc_ids must be an integer tensor [B, S] or [S], got {type(doc_ids).__name__}; "
+                "convert it with torch.as_tensor(doc_ids)"
+            )
+        self._fill(torch.classes.packed_sdpa.ArmedDocuments(doc_ids, backend))
+
+    def _fill(self, core: Any) -> None:
+        self._core = core
+        self.id: int = core.id()
+        self.doc_ids: Tensor = core.doc_ids()  # int64 [B, S], host
+        self.batch, self.rows = self.doc_ids.shape
+        self.layout = PackedLayout(LayoutTensors(*core.layout()), self.batch, self.rows, self.rows)
+        self.backend: str = core.backend()
+        self.backend_names: dict[tuple[object, ...], str] = {}  # which backend took a call of that kind
+        _alive[self.id] = self
+
+    def __iter__(self) -> Iterator[object]:
+        return iter((self.doc_ids, self.backend))
+
+    def __repr__(self) -> str:
+        return f"ArmedDocuments({self.batch} x {self.rows}, {self.layout.num_documents} documents, {self.backend})"
+
+
+_alive: weakref.WeakValueDictionary[int, ArmedDocuments] = weakref.WeakValueDictionary()
+# A region under a reentrant checkpoint runs without a graph that could keep its documents until backward.
+_without_graph: deque[ArmedDocuments] = deque(maxlen=64)
+
+
+def documents_with(number: int) -> ArmedDocuments:
+    documents = _alive.get(number)
+    if documents is None:
+        documents = ArmedDocuments.__new__(ArmedDocuments)
+        documents._fill(ops.find_documents(number))
+    return documents
+
+
+def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) -> ArmedDocuments | None:
+    """The documents of an attention call, here and now; None: unarmed.
+
+    attachments: whose forward scopes count, newest first. hooked_at: thread and autograd sequence number at which the
+    module was hooked. In a recompute they are those of the forward that is repeated; RuntimeError when that cannot be
+    told.
+    """
+    number = _resolve(attachments, *hooked_at)
+    if _torch_private.in_recomputation_hook() and _torch_private.current_graph_task() == _torch_private.NO_GRAPH_TASK:
+        raise RuntimeError(
+            "packed_sdpa: a checkpointed region is recomputed outside of a backward (a saved tensor was read), so the "
+            "documents of its forward cannot be told; read it before, or leave that region out of the checkpoint"
+        )
+    return documents_with(number) if number else None
+
+
+def keep_documents(output: object, documents: ArmedDocuments | None) -> None:
+    """The autograd graph of ``output`` (a tensor, or containers of tensors) keeps ``documents`` as long as it lives."""
+    if documents is None:
+        return
+    if isinstance(output, Tensor):
+        metadata = _torch_private.node_metadata(output)
+        if metadata is not None:
+            metadata.setdefault(_METADATA_KEY, documents)
+    elif isinstance(output, dict):
+        for entry in output.values():
+            keep_documents(entry, documents)
+    elif isinstance(output, (list, tuple)):
+        for entry in output:
+            keep_documents(entry, documents)
+
+
+def keep_for_recompute(output: Tensor, documents: ArmedDocuments) -> None:
+    """As :func:`keep_documents` for an attention call's output, which may have no graph."""
+    if output.requires_grad:
+        keep_documents(output, documents)
+    elif not torch.is_grad_enabled() and (not _without_graph or _without_graph[-1] is not documents):
+        _without_graph.append(documents)

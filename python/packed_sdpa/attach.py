@@ -1,0 +1,402 @@
+"""``attach``: packed attention for a whole model, with the documents found in each forward's arguments."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packed_sdpa import hf
+from packed_sdpa.arming import armed_documents
+from packed_sdpa.documents import (
+    FOREIGN_KEYWORDS,
+    OWN_KEYWORDS,
+    SOURCE_KEYWORDS,
+    Documents,
+    check_agreement,
+    find_documents,
+    is_indexed_mask,
+)
+from packed_sdpa.mask_audit import ON_MASK, raise_or_warn
+from packed_sdpa.model_survey import Survey, few, survey
+from packed_sdpa.records import ModuleRecord
+from packed_sdpa.scope import ForwardScope, Ledger, pop_scope, push_scope, scope_of
+from packed_sdpa.wrapping import wrap
+
+ROUTES = ("auto", "interface", "hooks")
+
+Match = str | Sequence[str] | Callable[[str, nn.Module], bool]
+"""Qualified-name suffix (``"attn"``), glob (``"*.h.*.attn"``), several of them, or a function of name and module."""
+
+
+class NotTakenError(RuntimeError):
+    """strict=True: an attention module ran in a packed forward and none of its calls was taken."""
+
+
+class Attachment:
+    """What ``attach`` did to one model. ``handles`` counts the handles on it that are not detached."""
+
+    def __init__(self, model: nn.Module, found: Survey, documents: Any, strict: bool, on_mask: str) -> None:
+        self.model = weakref.ref(model)
+        self.found = found
+        self.route = found.route
+        self.documents = documents
+        self.strict = strict
+        self.on_mask = on_mask
+        self.enabled = True
+        self.handles = 0
+        self.ledger = Ledger()
+        self._undo: list[Callable[[], None]] = []
+        self._parameters = {module: forward_parameters(module) for module in found.outer}
+        for name, module in (*found.interface, *found.hooks):
+            self.ledger.records[module] = ModuleRecord(name)
+
+    def apply(self) -> None:
+        """Changes the model; when anything fails, or is interrupted, the model is as it was before."""
+        done = False
+        try:
+            if self.found.interface:
+                hf.register_hf_attention()
+            for config in self.found.configs:
+                self._undo.append(hf.switch_implementation(config))
+            outer = torch.compiler.disable(self._outer_forward, recursive=False)
+            for module in self.found.outer:
+                self._undo.append(wrap(module, outer))
+                _ATTACHMENTS[module] = self
+            for _, module in self.found.interface:
+                self._undo.append(wrap(module, self._attention_forward))
+                _ATTACHMENTS[module] = self
+            done = True
+        finally:
+            if not done:
+                self.undo()
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        for module in [module for module, attachment in _ATTACHMENTS.items() if attachment is self]:
+            del _ATTACHMENTS[module]
+
+    # ---- around the outer forward
+
+    def _outer_forward(self, module: nn.Module, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if not self.enabled:
+            return proceed(*args, **kwargs)
+        parameters = self._parameters[module]
+        arguments = parameters.by_name(args, kwargs)
+        seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
+        running = scope_of(self.ledger)
+        if running is not None and (running.documents is not None or seen <= running.seen):
+            return proceed(*args, **kwargs)
+        documents = self._find(arguments, args, kwargs, outermost=running is None)
+        kwargs = {name: value for name, value in kwargs.items() if self._goes_on(module, name)}
+        dense_mask = None
+        mask = arguments.get("attention_mask")
+        if is_indexed_mask(mask):
+            args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
+        elif documents is not None and self.found.interface and mask is not None:
+            dense_mask = self._dense_mask(mask)
+            if dense_mask is not None:
+                args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
+        scope = ForwardScope(self.ledger, documents, seen, self.on_mask, dense_mask)
+        try:
+            push_scope(scope)
+            result = proceed(*args, **kwargs)
+        finally:
+            pop_scope(scope)
+        if documents is not None:
+            self._check_taken(scope)
+        return result
+
+    def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
+        told = None
+        if callable(self.documents) and outermost:
+            told = self.documents(*args, **kwargs)
+            if told is None:
+                return None
+        armed = armed_documents()
+        if self.documents is None:
+            documents = armed
+        else:
+            documents = find_documents(arguments, told)
+            if armed is not None and documents is None:
+                documents = armed
+            elif armed is not None and documents is not None:
+                check_agreement(documents, armed)
+        if documents is not None:
+            if self.found.encoder_decoder:
+                raise ValueError(
+                    f"{documents.source} tells documents, but {self.found.encoder_decoder} is an encoder-decoder "
+                    "model, in which one set of documents cannot describe both sides; attach its encoder or decoder"
+                )
+            if documents is not armed:
+                self.ledger.layouts_built += 1
+        return documents
+
+    def _goes_on(self, module: nn.Module, name: str) -> bool:
+        """Whether a keyword is passed on. Only the keywords of packing tools are ever taken out."""
+        own = name in OWN_KEYWORDS
+        if not own and name not in FOREIGN_KEYWORDS:
+            return True
+        parameters = self._parameters[module]
+        if name in parameters.names:
+            return True
+        if not parameters.takes_any:
+            return False
+        inner = [self._parameters[other] for other in self.found.outer if other is not module]
+        if own:
+            return any(name in other.names for other in inner)
+        return all(other.takes_any or name in other.names for other in inner)
+
+    def _dense_mask(self, mask: Any) -> Tensor | None:
+        """The caller's own dense mask, which is audited instead of passed on; None for a 2-D mask."""
+        if isinstance(mask, Tensor):
+            return mask if mask.dim() > 2 else None
+        raise_or_warn(
+            self.on_mask,
+            f"attention_mask is a {type(mask).__name__} beside documents, and cannot be compared with them; pass a "
+            "2-D or 4-D tensor, or none",
+            self.ledger.warned,
+        )
+        return None
+
+    # ---- around an attention module
+
+    def _attention_forward(self, module: nn.Module, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if not torch.compiler.is_compiling():
+            scope = scope_of(self.ledger)
+            if scope is not None and module not in scope.ran:
+                record = self.ledger.record(module)
+                scope.ran[module] = (record.taken, record.calls)
+        return proceed(*args, **kwargs)
+
+    def _check_taken(self, scope: ForwardScope) -> None:
+        for module, (taken, calls) in scope.ran.items():
+            record = self.ledger.record(module)
+            if record.taken > taken:
+                continue
+            reason = record.last_passed if record.calls > calls else NO_CALL
+            message = (
+                f"{record.name} ({type(module).__name__}) ran in a packed forward without packed attention: {reason}"
+            )
+            if self.strict:
+                raise NotTakenError(f"packed_sdpa: {message}; documents leak into each other there (strict=True)")
+            cause = f"{record.name}: {reason}"
+            if cause not in self.ledger.warned:
+                self.ledger.warned.add(cause)
+                warnings.warn(f"packed_sdpa: {message}", UserWarning, stacklevel=4)
+
+
+NO_CALL = "it made no call that packed_sdpa saw (eager attention, or a function of its own)"
+
+_ATTACHMENTS: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+
+
+class Handle:
+    """What :func:`attach` returns; also a context manager that detaches at its end.
+
+    ``enabled = False`` lets the model run as if it were not attached, for an A/B; ``True`` goes on.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment: Attachment | None = attachment
+        attachment.handles += 1
+
+    def _attached(self) -> Attachment:
+        if self._attachment is None:
+            raise RuntimeError("packed_sdpa: this handle is detached; attach the model again")
+        return self._attachment
+
+    @property
+    def attached(self) -> bool:
+        return self._attachment is not None
+
+    @property
+    def route(self) -> str:
+        """``interface``, ``hooks``, or ``interface+hooks``."""
+        return self._attached().route
+
+    @property
+    def enabled(self) -> bool:
+        return self._attachment is not None and self._attachment.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"enabled must be True or False, got {value!r}")
+        self._attached().enabled = value
+
+    def detach(self) -> None:
+        """Leaves the model as attach found it (with the last handle on it). A second detach does nothing."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.handles -= 1
+            if attachment.handles == 0:
+                attachment.undo()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        if self._attachment is None:
+            return "packed_sdpa handle (detached)"
+        records = self._attachment.ledger.records
+        return f"packed_sdpa handle ({self.route}, {len(records)} attention modules, enabled={self.enabled})"
+
+
+def attach(
+    model: nn.Module,
+    *,
+    route: str = "auto",
+    documents: Any = "auto",
+    match: Match | None = None,
+    strict: bool = False,
+    on_mask: str = "error",
+) -> Handle:
+    """Makes every forward of ``model`` packed attention over the documents found in its arguments.
+
+    model: any ``nn.Module``; PEFT, DDP, FSDP and ``torch.compile`` wrappers are looked through.
+    route: ``interface`` (Transformers' attention interface: no S x S mask is built, key and value heads are not
+        repeated), ``hooks`` (models that call ``scaled_dot_product_attention``), ``auto`` (the interface where there is
+        one).
+    documents: ``"auto"`` looks, in this order, at the keywords ``doc_ids``, ``_packed_seq_ids``, ``seq_idx``,
+        ``cu_seq_lens_q``, an indexed ``attention_mask`` (2-D, max > 1) and ``position_ids`` that restart; zeros of a
+        2-D ``attention_mask`` are padding. A callable gets the forward's arguments and returns doc_ids ``[B, S]``, a
+        PackedLayout, or None (unpacked). None: only what :func:`packed_sdpa.arm` was given. A forward without documents
+        runs as if the model were not attached.
+    match: which modules are attention, for models whose names the hooks route does not know: a suffix of the qualified
+        name, a glob, a list of them, or a function of name and module.
+    strict: raise :class:`NotTakenError`, instead of a warning, when an attention module ran in a packed forward without
+        packed attention.
+    on_mask: what happens when the model's mask forbids or allows something inside a document that the packed rule does
+        not: ``error``, ``warn`` or ``ignore``.
+
+    Returns a :class:`Handle`; a second attach with the same options returns one more handle on the same attachment.
+
+    Raises ValueError or TypeError for an argument that cannot be honoured, and for a model without attention modules;
+    the model is then unchanged.
+    """
+    _check_arguments(model, route, documents, match, strict, on_mask)
+    there = _attachment_in(model)
+    if there is not None:
+        return _attach_again(model, there, route, documents, strict, on_mask)
+    found = survey(model, route, _matcher(match))
+    attachment = Attachment(model, found, documents, strict, on_mask)
+    attachment.apply()
+    if found.leaking:
+        warnings.warn(
+            f"packed_sdpa: {few(found.leaking)}: state-space, convolution or linear-attention layers mix tokens "
+            "without attention, so documents leak into each other there",
+            UserWarning,
+            stacklevel=2,
+        )
+    return Handle(attachment)
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """The attachment of a model, or of the model that it wraps or is part of."""
+    return _attachment_in(model)
+
+
+def _attachment_in(model: nn.Module) -> Attachment | None:
+    return next((_ATTACHMENTS[module] for module in model.modules() if module in _ATTACHMENTS), None)
+
+
+def _attach_again(
+    model: nn.Module, there: Attachment, route: str, documents: Any, strict: bool, on_mask: str
+) -> Handle:
+    if there.model() is not model:
+        raise ValueError(
+            f"model: a part of this {type(model).__name__} (or the model around it) is attached already; detach that "
+            "handle first"
+        )
+    asked = {"documents": documents, "strict": strict, "on_mask": on_mask}
+    if route != "auto":
+        asked["route"] = route
+    for name, value in asked.items():
+        if getattr(there, name) != value:
+            raise ValueError(
+                f"{name}={value!r}: the model is attached already with {name}={getattr(there, name)!r}; detach that "
+                "handle first"
+            )
+    return Handle(there)
+
+
+def _check_arguments(model: Any, route: Any, documents: Any, match: Any, strict: Any, on_mask: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if route not in ROUTES:
+        raise ValueError(f"route must be one of {', '.join(ROUTES)}, got {route!r}")
+    if not (documents is None or documents == "auto" or callable(documents)):
+        shown = f"a tensor of shape {list(documents.shape)}" if isinstance(documents, Tensor) else repr(documents)
+        raise ValueError(
+            f"documents must be 'auto', None or a function of the forward's arguments, got {shown}; give ids of one "
+            "batch with packed_sdpa.arm(doc_ids), or pass doc_ids= to the model"
+        )
+    if on_mask not in ON_MASK:
+        raise ValueError(f"on_mask must be one of {', '.join(ON_MASK)}, got {on_mask!r}")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be True or False, got {strict!r}")
+    parts = [match] if isinstance(match, str) or callable(match) else match
+    if match is not None and not (
+        callable(match) or (isinstance(parts, Sequence) and parts and all(isinstance(part, str) for part in parts))
+    ):
+        raise TypeError(f"match must be a name suffix, a glob, a list of them or a function, got {match!r}")
+
+
+def _matcher(match: Match | None) -> Callable[[str, nn.Module], bool] | None:
+    if match is None or (callable(match) and not isinstance(match, str)):
+        return match
+    patterns = [match] if isinstance(match, str) else list(match)
+
+    def matches(name: str, module: nn.Module) -> bool:
+        return any(
+            fnmatch.fnmatchcase(name, pattern)
+            if any(sign in pattern for sign in "*?[")
+            else name == pattern or name.endswith("." + pattern)
+            for pattern in patterns
+        )
+
+    return matches
+
+
+class ForwardParameters:
+    """How a forward names its arguments."""
+
+    def __init__(self, positional: list[str], names: frozenset[str], takes_any: bool) -> None:
+        self.positional = positional
+        self.names = names
+        self.takes_any = takes_any  # **kwargs
+
+    def by_name(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        return {**dict(zip(self.positional, args, strict=False)), **kwargs}
+
+    def replaced(self, args: tuple, kwargs: dict, name: str, value: Any) -> tuple[tuple, dict]:
+        """The arguments with one of them changed, wherever it was given."""
+        if name in kwargs:
+            return args, {**kwargs, name: value}
+        at = self.positional.index(name)
+        return (*args[:at], value, *args[at + 1 :]), kwargs
+
+
+def forward_parameters(module: nn.Module) -> ForwardParameters:
+    """Parameters of a module's forward; for a wrapper that takes ``*args``, positional names of the wrapped module."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    kinds = inspect.Parameter
+    positional = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    names = frozenset(p.name for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY))
+    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+    if not positional and any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
+        inner = getattr(module, "module", None) or getattr(module, "_orig_mod", None)
+        if isinstance(inner, nn.Module):
+            positional = forward_parameters(inner).positional
+    return ForwardParameters(positional, names, takes_any)

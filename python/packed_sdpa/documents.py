@@ -1,0 +1,321 @@
+"""Finds the documents of a forward call in the arguments that packing tools give it.
+
+Foreign spellings (``cu_seq_lens_q``, ``seq_idx``, ``_packed_seq_ids``) end here: everything behind this file speaks of
+``doc_ids`` ``[B, S]``, in which 0 is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packed_sdpa.layout import PackedLayout
+
+OWN_KEYWORDS = ("doc_ids", "_packed_seq_ids")
+"""Keywords that only tell documents: no model computes with them unless it declares them."""
+
+FOREIGN_KEYWORDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Keywords of other packing tools; models that take ``**kwargs`` get them, others would raise."""
+
+SOURCE_KEYWORDS = (*OWN_KEYWORDS, "seq_idx", "cu_seq_lens_q", "attention_mask", "position_ids")
+"""Where documents are looked for, in this order."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of one forward: made once, read by every layer."""
+
+    layout: PackedLayout
+    doc_ids: Tensor  # int64 [B, S], host, 0 = padding
+    source: str  # the argument that told, for messages
+    _chunks: dict[int, Documents] = field(default_factory=dict, compare=False, repr=False)
+
+    def in_chunks(self, size: int) -> Documents:
+        """Each document cut into pieces of ``size`` rows, counted from its first row (chunked attention). Made once."""
+        if size not in self._chunks:
+            rows = torch.arange(self.doc_ids.shape[1]).expand_as(self.doc_ids)
+            order = torch.arange(self.doc_ids.shape[0]).unsqueeze(1).expand_as(self.doc_ids)
+            keys, document = torch.stack([order, self.doc_ids]).flatten(1).unique(dim=1, return_inverse=True)
+            first = torch.full((keys.shape[1],), self.doc_ids.shape[1], dtype=torch.int64)
+            first.scatter_reduce_(0, document, rows.flatten(), "amin")
+            piece = (rows.flatten() - first[document]) // size
+            _, numbers = torch.stack([document, piece]).unique(dim=1, return_inverse=True)
+            ids = (numbers.view_as(self.doc_ids) + 1).masked_fill(self.doc_ids == 0, 0)
+            self._chunks[size] = from_doc_ids(ids, self.source)
+        return self._chunks[size]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.doc_ids.shape[0], self.doc_ids.shape[1]
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What one argument says about the documents. ``boundaries_only``: it cannot say that a document comes back."""
+
+    name: str
+    ids: Tensor  # int64 [B, S], host, 0 = padding
+    boundaries_only: bool = False
+
+
+def from_doc_ids(doc_ids: Tensor, source: str = "doc_ids") -> Documents:
+    """doc_ids: integer or bool ``[B, S]`` or ``[S]``, any device. Raises as :meth:`PackedLayout.from_doc_ids`."""
+    if not isinstance(doc_ids, Tensor):
+        raise TypeError(f"{source} must be an integer tensor [B, S] or [S], got {type(doc_ids).__name__}")
+    layout = PackedLayout.from_doc_ids(doc_ids)
+    ids = doc_ids.detach().to("cpu", torch.int64, copy=True)
+    return Documents(layout, ids.reshape(layout.batch, layout.rows_k), source)
+
+
+def find_documents(arguments: Mapping[str, Any], told: Any = None, told_by: str = "documents") -> Documents | None:
+    """The documents that ``arguments`` (by parameter name) tell, or None when none of them tells any.
+
+    told: what the caller's ``documents=`` gave, doc_ids ``[B, S]`` / ``[S]`` or a :class:`PackedLayout`; it is
+    looked at first. Zeros of a 2-D ``attention_mask`` are padding.
+
+    Raises ValueError for a source of the wrong shape, and when two sources disagree.
+    """
+    shape = _batch_shape(arguments)
+    padding_mask = _padding_mask(arguments)
+    claims = [] if told is None else [_told_claim(told, told_by, shape)]
+    for name in SOURCE_KEYWORDS:
+        value = arguments.get(name)
+        if value is None:
+            continue
+        claim = _READERS[name](name, value, shape, padding_mask)
+        if claim is not None:
+            claims.append(claim)
+    if not claims:
+        return None
+    first = claims[0]
+    ids = first.ids
+    if padding_mask is not None and padding_mask.shape == ids.shape:
+        ids = ids.masked_fill(~padding_mask, 0)
+    for other in claims[1:]:
+        _check_agreement(_Claim(first.name, ids, first.boundaries_only), other)
+    return from_doc_ids(ids, first.name)
+
+
+def _batch_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(B, S) of the forward's tokens, where they can be seen."""
+    for name in ("input_ids", "inputs_embeds"):
+        value = arguments.get(name)
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            return value.shape[0], value.shape[1]
+    return None
+
+
+def _padding_mask(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Bool [B, S] on the host, True for real tokens, from a 2-D attention mask."""
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    return mask.detach().cpu() != 0
+
+
+def _host_ids(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be an integer tensor, got {type(value).__name__}; pass torch.as_tensor(...)")
+    if value.is_floating_point() or value.is_complex():
+        raise TypeError(f"{name} must hold integers, got dtype {value.dtype}; convert it with .to(torch.int64)")
+    return value.detach().to("cpu", torch.int64)
+
+
+def _rows(name: str, ids: Tensor, shape: tuple[int, int] | None) -> Tensor:
+    """ids [B, S] or [S] as [B, S]; must fit the tokens of the forward."""
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"{name} must be [B, S] or [S], got shape {list(ids.shape)}")
+    rows = ids if ids.dim() == 2 else ids.unsqueeze(0)
+    if shape is not None and tuple(rows.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {list(ids.shape)} but the forward has tokens [B, S] = {list(shape)}; "
+            f"give one id per token of this batch"
+        )
+    return rows
+
+
+def _told_claim(told: Any, name: str, shape: tuple[int, int] | None) -> _Claim:
+    if isinstance(told, PackedLayout):
+        return _Claim(name, _rows(name, _layout_ids(told), shape))
+    ids = _rows(name, _host_ids(name, told), shape)
+    return _Claim(name, _not_negative(name, ids))
+
+
+def _layout_ids(layout: PackedLayout) -> Tensor:
+    """doc_ids [B, S] of a layout whose queries are its keys."""
+    tensors = layout.tensors()
+    if layout.rows_q != layout.rows_k or tensors.diagonal_offsets.numel():
+        raise ValueError(
+            f"documents gave a layout of {layout.rows_q} query rows over {layout.rows_k} key rows; a model's forward "
+            "needs one in which every row is both: PackedLayout.from_doc_ids(ids) without row_offset"
+        )
+    lengths = tensors.cu_seqlens_k.diff().to(torch.int64)
+    numbers = torch.repeat_interleave(torch.arange(1, lengths.numel() + 1), lengths)
+    ids = torch.zeros(layout.batch * layout.rows_k, dtype=torch.int64)
+    places = tensors.token_index_k.to(torch.int64) if tensors.token_index_k.numel() else torch.arange(numbers.numel())
+    ids[places] = numbers
+    return ids.view(layout.batch, layout.rows_k)
+
+
+def _not_negative(name: str, ids: Tensor) -> Tensor:
+    if ids.numel() and int(ids.min()) < 0:
+        raise ValueError(
+            f"{name} must not be negative, got {int(ids.min())}; use 0 for padding and 1, 2, ... for documents"
+        )
+    return ids
+
+
+def _read_doc_ids(name: str, value: Any, shape: tuple[int, int] | None, _: Tensor | None) -> _Claim:
+    return _Claim(name, _not_negative(name, _rows(name, _host_ids(name, value), shape)))
+
+
+def _read_seq_idx(name: str, value: Any, shape: tuple[int, int] | None, _: Tensor | None) -> _Claim:
+    """0-based; -1 is padding."""
+    return _Claim(name, _not_negative(f"{name} + 1", _rows(name, _host_ids(name, value), shape) + 1))
+
+
+def _read_cu_seq_lens(name: str, value: Any, shape: tuple[int, int] | None, mask: Tensor | None) -> _Claim:
+    """Offsets [N + 1] into the flattened rows; what they leave out at the end is padding."""
+    offsets = _host_ids(name, value)
+    if offsets.dim() != 1 or offsets.numel() < 2:
+        raise ValueError(f"{name} must be offsets [N + 1], got shape {list(offsets.shape)}")
+    batch, size = shape or (tuple(mask.shape) if mask is not None else (1, int(offsets[-1])))
+    total = batch * size
+    lengths = offsets.diff()
+    if int(offsets[0]) != 0 or int(lengths.min()) < 0 or int(offsets[-1]) > total:
+        raise ValueError(
+            f"{name} must start at 0, not decrease and end at most at the {total} tokens of the forward, "
+            f"got {_shortened(offsets)}"
+        )
+    ids = torch.zeros(total, dtype=torch.int64)
+    numbers = torch.arange(1, lengths.numel() + 1)
+    ids[: int(offsets[-1])] = torch.repeat_interleave(numbers, lengths)
+    rows = ids.view(batch, size)
+    if batch > 1:
+        crossing = (rows[1:, 0] == rows[:-1, -1]) & (rows[1:, 0] != 0)
+        if bool(crossing.any()):
+            raise ValueError(
+                f"{name} has a document that crosses the end of a row of {size} tokens: {_shortened(offsets)}"
+            )
+    return _Claim(name, rows, boundaries_only=True)
+
+
+def _read_attention_mask(name: str, value: Any, shape: tuple[int, int] | None, _: Tensor | None) -> _Claim | None:
+    """An indexed mask: 0 padding, 1, 2, ... the documents. A mask of zeros and ones tells none."""
+    if not is_indexed_mask(value):
+        return None
+    ids = value.detach().cpu()
+    if ids.is_floating_point():
+        return None
+    return _Claim(name, _not_negative(name, _rows(name, ids.to(torch.int64), shape)))
+
+
+def is_indexed_mask(mask: Any) -> bool:
+    """A 2-D integer attention mask that numbers the documents."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool or mask.is_floating_point():
+        return False
+    return mask.numel() > 0 and int(mask.max()) > 1
+
+
+def _read_position_ids(name: str, value: Any, shape: tuple[int, int] | None, mask: Tensor | None) -> _Claim | None:
+    """Position ids that restart. 3-D ids of M-RoPE: the text axis of four, else the places where all axes are 0."""
+    if not isinstance(value, Tensor) or value.is_floating_point():
+        return None
+    positions = value.detach().to("cpu", torch.int64)
+    if positions.dim() == 3 and positions.shape[0] == 4:
+        positions = positions[0]
+    if positions.dim() == 3 and bool((positions == positions[:1]).all()):
+        positions = positions[0]
+    if positions.dim() == 1:
+        positions = positions.unsqueeze(0)
+    if positions.dim() not in (2, 3) or positions.numel() == 0:
+        return None
+    if shape is not None and positions.shape[-1] == shape[1] and positions.shape[-2] in (1, shape[0]):
+        positions = positions.expand(*positions.shape[:-2], *shape)
+    elif shape is not None:
+        return None  # positions of something else than these tokens, such as a cache's
+    rows = positions if positions.dim() == 2 else positions[0]
+    real = mask if mask is not None and mask.shape == rows.shape else torch.ones_like(rows, dtype=torch.bool)
+    if positions.dim() == 2:
+        starts, restarts = _restarts(positions, real)
+    else:
+        starts = (positions == 0).all(dim=0) & real
+        restarts = bool(starts[:, 1:].any())
+    if not restarts:
+        return None
+    numbers = starts.flatten().cumsum(0).view_as(starts) + torch.arange(1, rows.shape[0] + 1).unsqueeze(1)
+    return _Claim(name, numbers.masked_fill(~real, 0), boundaries_only=True)
+
+
+def _restarts(positions: Tensor, real: Tensor) -> tuple[Tensor, bool]:
+    """Where a row's next real token is not one further than the real token before it."""
+    place = real.flatten().nonzero().squeeze(1)
+    row = place // positions.shape[1]
+    values = positions.flatten()[place]
+    same_row = row[1:] == row[:-1]
+    jump = same_row & (values[1:] != values[:-1] + 1)
+    starts = torch.zeros(positions.numel(), dtype=torch.bool)
+    starts[place[1:][jump]] = True
+    return starts.view_as(positions), bool(jump.any())
+
+
+_READERS: dict[str, Callable[[str, Any, tuple[int, int] | None, Tensor | None], _Claim | None]] = {
+    "doc_ids": _read_doc_ids,
+    "_packed_seq_ids": _read_doc_ids,
+    "seq_idx": _read_seq_idx,
+    "cu_seq_lens_q": _read_cu_seq_lens,
+    "attention_mask": _read_attention_mask,
+    "position_ids": _read_position_ids,
+}
+
+
+def check_agreement(one: Documents, two: Documents) -> None:
+    """Raises ValueError, naming both sources, when they tell different documents."""
+    _check_agreement(_Claim(one.source, one.doc_ids), _Claim(two.source, two.doc_ids, boundaries_only=True))
+
+
+def _check_agreement(first: _Claim, other: _Claim) -> None:
+    """Both must cut the tokens that are real to both in the same places, and join the same documents."""
+    if first.ids.shape != other.ids.shape:
+        raise ValueError(
+            f"{first.name} tells documents of {list(first.ids.shape)} tokens but {other.name} of "
+            f"{list(other.ids.shape)}; pass one of them, or make them agree"
+        )
+    real = (first.ids != 0) & (other.ids != 0)
+    place = real.flatten().nonzero().squeeze(1)
+    row = place // first.ids.shape[1]
+    one, two = first.ids.flatten()[place], other.ids.flatten()[place]
+    same_row = row[1:] == row[:-1]
+    differs = same_row & ((one[1:] != one[:-1]) != (two[1:] != two[:-1]))
+    if bool(differs.any()):
+        at = int(place[1:][differs][0])
+        _raise_disagreement(first, other, at // first.ids.shape[1], at % first.ids.shape[1])
+    if first.boundaries_only or other.boundaries_only:
+        return
+    pairs = torch.stack([row, one, two], dim=1).unique(dim=0)
+    for column, name in ((1, first.name), (2, other.name)):
+        if pairs[:, [0, column]].unique(dim=0).shape[0] != pairs.shape[0]:
+            raise ValueError(
+                f"{first.name} and {other.name} disagree about the documents: one document of {name} is several of the "
+                "other's; pass one of them, or make them agree"
+            )
+
+
+def _raise_disagreement(first: _Claim, other: _Claim, row: int, column: int) -> None:
+    def says(claim: _Claim) -> str:
+        begins = claim.ids[row, column] != claim.ids[row, column - 1]
+        return f"{claim.name} says that a document {'begins' if begins else 'goes on'}"
+
+    raise ValueError(
+        f"{first.name} and {other.name} disagree about the documents: at row {row}, token {column}, {says(first)} and "
+        f"{says(other)}; pass one of them, or make them agree"
+    )
+
+
+def _shortened(offsets: Tensor) -> str:
+    values = offsets.tolist()
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

@@ -1,0 +1,450 @@
+"""The interface route: attention and mask functions in Transformers' registries, under the name ``packed_sdpa``.
+
+The mask function gives each layer the documents in the place of its mask, so a checkpoint's recompute, a compiled layer
+or a pipeline split replays them with the call; no S x S mask is built. The attention function takes the key and value
+heads as they are. A call without documents is Transformers' own ``sdpa``, mask and attention.
+
+Everything private of Transformers that this package touches is in this file.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from packed_sdpa._library import ops
+from packed_sdpa.documents import Documents, from_doc_ids
+from packed_sdpa.functional import attention_on_tensors
+from packed_sdpa.layout import LayoutTensors
+from packed_sdpa.mask_audit import (
+    MaskRule,
+    dense_mask_visible,
+    describe_pair,
+    differing_pair,
+    raise_or_warn,
+)
+from packed_sdpa.scope import ForwardScope, Ledger, current_scope
+
+IMPLEMENTATION = "packed_sdpa"
+
+_REFUSED_KEYWORDS = {
+    "softcap": "logit soft-capping",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "head_mask": "a head mask",
+    "alibi": "ALiBi",
+    "position_bias": "a position bias",
+    "attention_bias": "an attention bias",
+    "relative_position_bias": "a relative position bias",
+}
+
+
+class DocumentMask(NamedTuple):
+    """What a layer is given in the place of its attention mask."""
+
+    layout: LayoutTensors
+    is_causal: bool
+    window_size: tuple[int, int]
+    ledger: Ledger
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(
+            f"packed_sdpa: {getattr(func, '__name__', func)} was given the documents in the place of an attention "
+            "mask: a layer of this model computes attention itself, not through Transformers' attention interface; "
+            "use packed_sdpa.attach(model, route='hooks'), or detach"
+        )
+
+
+class SwitchedImplementation(str):
+    """The name ``packed_sdpa`` in a config; copies and pickles come out as the name that it replaced."""
+
+    original: str
+
+    def __new__(cls, original: str) -> SwitchedImplementation:
+        name = super().__new__(cls, IMPLEMENTATION)
+        name.original = original
+        return name
+
+    def __reduce__(self) -> tuple:
+        return str, (str(self.original),)
+
+    def __deepcopy__(self, memo: dict) -> str:
+        return str(self.original)
+
+
+def register_hf_attention() -> str:
+    """Registers attention and mask functions with Transformers; returns the name for ``attn_implementation``.
+
+    Idempotent. ``attach`` calls it. A model loaded with ``attn_implementation="packed_sdpa"`` and not attached packs
+    where Transformers itself finds documents (restarting position_ids, no cache) or where ``arm`` told them.
+
+    Raises ImportError without transformers, RuntimeError when its mask functions no longer mean what we take them for.
+    """
+    masking, modeling, _ = _transformers()
+    _check_mask_functions(masking)
+    masking.ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, document_mask)
+    modeling.ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, document_attention)
+    return IMPLEMENTATION
+
+
+def _transformers() -> tuple[Any, Any, Any]:
+    try:
+        from transformers import masking_utils, modeling_utils
+        from transformers.integrations import sdpa_attention
+    except ImportError as error:
+        raise ImportError(
+            "packed_sdpa: the interface route needs transformers >= 5.20 (pip install 'packed-sdpa[hf]'), or use "
+            f"attach(model, route='hooks'): {error}"
+        ) from error
+    return masking_utils, modeling_utils, sdpa_attention
+
+
+# ---- The mask function -------------------------------------------------------------------------------------------
+
+
+def document_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> DocumentMask | Tensor | None:
+    """Transformers' mask interface: the forward's documents, or what ``sdpa`` would get when there are none.
+
+    Documents are those of the running attached forward. They are given out only for a whole packed sequence: B and S
+    are theirs and no earlier tokens are cached.
+    """
+    masking, _, _ = _transformers()
+    mask_function = mask_function if mask_function is not None else masking.causal_mask_function
+    scope = current_scope()
+    device = torch.device(device)
+    if scope is not None:
+        documents = scope.documents
+    else:
+        documents = _documents_outside_attach(mask_function, attention_mask)
+    whole = (
+        documents is not None
+        and documents.shape == (batch_size, q_length)
+        and kv_offset == 0
+        and kv_length >= q_length
+        and int(q_offset) == 0
+    )
+    if documents is None or not whole:
+        return masking.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            device=device,
+            **kwargs,
+        )
+    rule, others = _read_mask_function(mask_function)
+    ledger = scope.ledger if scope is not None else _UNATTACHED
+    if rule.chunk_size:
+        documents = documents.in_chunks(rule.chunk_size)
+    _audit(masking, scope, documents, rule, others, mask_function, device, kwargs)
+    return DocumentMask(documents.layout.tensors(device), rule.is_causal, rule.window_size, ledger)
+
+
+_UNATTACHED = Ledger()  # counts calls of models that use the name without attach
+
+
+def _documents_outside_attach(mask_function: Callable, attention_mask: Tensor | None) -> Documents | None:
+    """Documents that Transformers itself found, for a model that uses our name without ``attach``."""
+    for part in _parts(mask_function):
+        if _kind(part) == "packed_sequence_mask_function":
+            ids = _closure(part)["packed_sequence_mask"] + 1
+            if attention_mask is not None:
+                ids = ids.masked_fill(attention_mask == 0, 0)
+            return from_doc_ids(ids, "position_ids")
+    return None
+
+
+def _audit(
+    masking: Any,
+    scope: ForwardScope | None,
+    documents: Documents,
+    rule: MaskRule,
+    others: list[str],
+    function: Callable,
+    device: torch.device,
+    kwargs: dict,
+) -> None:
+    """What the model's mask has beyond the rule (``others``) is evaluated inside documents, and refused by name."""
+    on_mask = scope.on_mask if scope is not None else "error"
+    warned = scope.ledger.warned if scope is not None else _UNATTACHED.warned
+    model = type(kwargs["config"]).__name__ if "config" in kwargs else "the model"
+    if others and on_mask != "ignore":
+
+        def visible(begin: int, end: int) -> Tensor:
+            return masking.sdpa_mask(
+                batch_size=documents.shape[0],
+                q_length=end - begin,
+                kv_length=documents.shape[1],
+                q_offset=begin,
+                mask_function=function,
+                allow_is_causal_skip=False,
+                use_vmap=kwargs.get("use_vmap", False),
+                device=device,
+            )
+
+        pair = differing_pair(documents, rule, visible, device)
+        if pair is not None:
+            named = " and ".join(others)
+            raise_or_warn(on_mask, f"{model} has {named}: {describe_pair(pair, rule)}", warned)
+    if scope is not None and scope.dense_mask is not None and on_mask != "ignore":
+        mask = scope.dense_mask.to(device)
+        pair = differing_pair(documents, rule, dense_mask_visible(mask, documents), device)
+        if pair is not None:
+            raise_or_warn(on_mask, f"attention_mask was given dense: {describe_pair(pair, rule)}", warned)
+
+
+def _kind(function: Callable) -> str:
+    """Name of the function of ``masking_utils`` that made this mask function; another's qualified name as it is."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if getattr(function, "__module__", "") != "transformers.masking_utils":
+        return f"{getattr(function, '__module__', '')}.{name}"
+    return name.split(".")[0]
+
+
+def _closure(function: Callable) -> dict[str, Any]:
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
+def _parts(function: Callable) -> Iterator[Callable]:
+    """The mask functions that a combination is made of, itself included."""
+    yield function
+    if _kind(function) in ("and_masks", "remap_positions_for_packed_sequence"):
+        inside = _closure(function)
+        for part in inside.get("mask_functions", ()) or (inside.get("mask_function"),):
+            if part is not None:
+                yield from _parts(part)
+
+
+_NAMES = {
+    "blockwise_overlay": "blocks of tokens that see each other both ways (images)",
+    "or_masks": "an extra mask that lets see more (image blocks, prefixes)",
+}
+
+
+def _read_mask_function(function: Callable) -> tuple[MaskRule, list[str]]:
+    """(the rule that the known parts make, names of the parts that the rule does not have)."""
+    is_causal, left, right, chunk = False, -1, -1, 0
+    others: list[str] = []
+    for part in _parts(function):
+        kind = _kind(part)
+        if kind == "causal_mask_function":
+            is_causal = True
+        elif kind == "sliding_window_overlay":
+            left = _narrower(left, _closure(part)["sliding_window"] - 1)
+        elif kind == "sliding_window_bidirectional_overlay":
+            left = _narrower(left, _closure(part)["sliding_window"])
+            right = _narrower(right, _closure(part)["sliding_window"])
+        elif kind == "chunked_overlay":
+            chunk = _closure(part)["chunk_size"]
+        elif kind == "or_masks":
+            others.append(_NAMES[kind])
+            inner = [_read_mask_function(part) for part in _closure(part)["mask_functions"]]
+            is_causal |= any(rule.is_causal for rule, _ in inner)
+            left = next((rule.window_size[0] for rule, _ in inner if rule.window_size[0] >= 0), left)
+            chunk = next((rule.chunk_size for rule, _ in inner if rule.chunk_size), chunk)
+        elif kind not in _TRANSPARENT:
+            others.append(_NAMES.get(kind, f"a mask function {kind}"))
+    return MaskRule(is_causal, (left, 0 if is_causal and left >= 0 else right), chunk), others
+
+
+_TRANSPARENT = {
+    "and_masks",
+    "bidirectional_mask_function",
+    "packed_sequence_mask_function",
+    "padding_mask_function",
+    "remap_positions_for_packed_sequence",
+}
+
+
+def _narrower(one: int, two: int) -> int:
+    return two if one < 0 else min(one, two)
+
+
+def _check_mask_functions(masking: Any) -> None:
+    """The mask functions that are recognized by name must mean the rule that we take them for."""
+    size, window = 7, 3
+    rows, columns = torch.arange(size)[:, None], torch.arange(size)[None, :]
+    zero = torch.zeros((), dtype=torch.int64)
+    ids = torch.zeros(1, size, dtype=torch.int64)
+    for function, expected in (
+        (masking.causal_mask_function, MaskRule(True)),
+        (masking.sliding_window_causal_mask_function(window), MaskRule(True, (window - 1, 0))),
+        (masking.chunked_causal_mask_function(window, ids[0, :1]), MaskRule(True, chunk_size=window)),
+        (masking.bidirectional_mask_function, MaskRule(False)),
+        (masking.sliding_window_bidirectional_mask_function(window), MaskRule(False, (window, window))),
+        (masking.remap_positions_for_packed_sequence(masking.causal_mask_function, ids), MaskRule(True)),
+    ):
+        rule, others = _read_mask_function(function)
+        same = rule == expected and not others
+        if same and _kind(function) != "remap_positions_for_packed_sequence":
+            seen = function(zero, zero, rows, columns).expand(size, size)
+            left, right = rule.window_size
+            want = (columns <= rows) | (not rule.is_causal)
+            if left >= 0:
+                want = want & (rows - columns <= left)
+            if right >= 0:
+                want = want & (columns - rows <= right)
+            if rule.chunk_size:
+                want = want & (columns // rule.chunk_size == rows // rule.chunk_size)
+            same = bool((seen == want).all())
+        if not same:
+            raise RuntimeError(
+                f"packed_sdpa: transformers' mask function {_kind(function)} does not mean {expected} in this version; "
+                "install transformers 5.20 to 5.24, or use attach(model, route='hooks')"
+            )
+
+
+# ---- The attention function --------------------------------------------------------------------------------------
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: DocumentMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface. query ``[B, Hq, S, D]``, key, value ``[B, Hkv, S, D]`` -> ``[B, S, Hq, Dv]``.
+
+    With a :class:`DocumentMask` the packed kernel; else Transformers' ``sdpa``. Raises NotImplementedError for what the
+    kernel does not have (soft-capping, sinks, head masks, biases).
+    """
+    if not isinstance(attention_mask, DocumentMask):
+        if not torch.compiler.is_compiling():
+            _count_passed(module, query, key)
+        _, _, sdpa = _transformers()
+        return sdpa.sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    for name, what in _REFUSED_KEYWORDS.items():
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"packed_sdpa: {type(module).__name__} uses {what} ({name}), which the packed kernel does not have; "
+                "run it without packing (detach), or with attn_implementation='eager'"
+            )
+    rows = query.shape[2]
+    if key.shape[2] > rows:  # an empty static cache: rows behind the first S are not filled yet
+        key, value = key[:, :, :rows], value[:, :, :rows]
+    out, _ = attention_on_tensors(
+        query,
+        key,
+        value,
+        attention_mask.layout,
+        is_causal=attention_mask.is_causal,
+        window_size=attention_mask.window_size,
+        scale=scaling,
+        dropout_p=dropout,
+    )
+    if not torch.compiler.is_compiling():
+        _count_taken(module, query, key, value, attention_mask, dropout)
+    return out.transpose(1, 2), None
+
+
+def _count_taken(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask, dropout: float
+) -> None:
+    ledger = mask.ledger
+    heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+    call = (query.device, query.dtype, heads, dropout > 0, mask.is_causal, mask.window_size)
+    name = ledger.backend_names.get(call)
+    if name is None:
+        rows = ops.explain(query, key, value, list(mask.layout), mask.is_causal, *mask.window_size, dropout, "auto")
+        name = next((row[0] for row in rows if row[1] == "1"), "none")
+        ledger.backend_names[call] = name
+    ledger.record(module).count_taken(name, mask.window_size)
+
+
+def _count_passed(module: nn.Module, query: Tensor, key: Tensor) -> None:
+    scope = current_scope()
+    if scope is None:
+        return
+    documents = scope.documents
+    if documents is None:
+        reason = "no documents in this forward"
+    elif (query.shape[0], query.shape[2]) != documents.shape:
+        reason = (
+            f"query of B {query.shape[0]}, S {query.shape[2]} is not the documents' B {documents.shape[0]}, "
+            f"S {documents.shape[1]}"
+        )
+    elif key.shape[2] != query.shape[2]:
+        reason = f"{key.shape[2]} key rows for {query.shape[2]} query rows: tokens of an earlier forward are cached"
+    else:
+        reason = "the model gave this layer no mask of the interface"
+    scope.ledger.record(module).count_passed(reason)
+
+
+# ---- What attach asks about a model ------------------------------------------------------------------------------
+
+
+def is_hf_model(module: nn.Module) -> bool:
+    """Whether the module is a Transformers model. Never imports transformers by itself."""
+    return any(
+        base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
+        for base in type(module).__mro__
+    )
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether the module's own forward calls the attention function of Transformers' interface."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def takes_tokens(model: nn.Module) -> bool:
+    """Whether a Transformers model is one over text: its main input is input_ids (a vision tower's is not)."""
+    return getattr(model, "main_input_name", "input_ids") == "input_ids"
+
+
+def is_encoder_decoder(module: nn.Module) -> bool:
+    return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
+
+
+def supports_sdpa(model: nn.Module) -> bool:
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
+def why_no_sdpa(model: nn.Module, attention: nn.Module) -> str:
+    """What of a model's attention sdpa does not have, as far as its config and its attention module tell."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return f"it soft-caps its logits, attn_logit_softcapping={config.attn_logit_softcapping}"
+    if isinstance(getattr(attention, "sinks", None), Tensor):
+        return "it has attention sinks"
+    if getattr(config, "alibi", False):
+        return "it has ALiBi"
+    return "it has attention that only eager computes"
+
+
+def switch_implementation(config: Any) -> Callable[[], None]:
+    """Sets one config (not its sub-configs) to our name; returns what undoes it."""
+    before = config._attn_implementation_internal
+    switched = SwitchedImplementation(before or "sdpa")
+    config._attn_implementation_internal = switched
+
+    def undo() -> None:
+        if config._attn_implementation_internal is switched:
+            config._attn_implementation_internal = before
+
+    return undo

@@ -1,0 +1,256 @@
+"""Hooks on attention modules, and the scope of one outer forward. Internal; what other modules of the package use:
+
+``hook_attention(module, record, *, attachment=None, window_size=None) -> unhook``
+    While ``module`` runs (called, or its ``forward`` called directly), and only in that thread, attention calls go to
+    the packed function: taken when the documents in force fit, else passed through to stock; ``record`` counts each as
+    taken or passed with its reason. A module with ``is_causal = False`` is passed through; its ``sliding_window = W``
+    becomes the window ``(W - 1, 0)`` unless ``window_size`` gives one. ``attachment`` names whose forward scopes the
+    module listens to; without one only the armed state counts. ``unhook()`` leaves the module as it was found.
+
+``new_attachment() -> int``
+    A number for one attached model.
+
+``forward_scope(documents_or_None, attachment)``
+    Context manager for one outer forward: hooked calls of that attachment inside use these documents (None: unarmed),
+    also when they are recomputed in backward, in whatever thread. Scopes of one attachment that are entered while one
+    runs do nothing (the outermost counts); ``in_forward_scope(attachment)`` tells. ``keep_documents(output, documents)``
+    must be called with the forward's output, so that its graph keeps the documents for recompute.
+
+``run_scoped(documents, attachment, call, args, kwargs)``
+    The same around one call, output kept, safe against KeyboardInterrupt at any point: for a `guard.Around`.
+
+``ArmedDocuments(doc_ids, backend)``, ``armed_documents()`` (package modules ``armed`` and ``state``)
+    Documents, built once a forward; those that were armed by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from packed_sdpa import guard, interception
+from packed_sdpa._library import ops
+from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_documents
+from packed_sdpa.records import ModuleRecord
+from packed_sdpa.state import _PACKED_STATE
+
+__all__ = [
+    "AttentionHook",
+    "armed_documents",
+    "forward_scope",
+    "hook_attention",
+    "hooks_of",
+    "in_forward_scope",
+    "keep_documents",
+    "new_attachment",
+    "run_scoped",
+]
+
+_attachment_numbers = itertools.count(1)
+
+
+def new_attachment() -> int:
+    return next(_attachment_numbers)
+
+
+def armed_documents() -> ArmedDocuments | None:
+    """What was armed by hand, as this thread sees it."""
+    return _PACKED_STATE.get()
+
+
+class AttentionHook:
+    """One hooking of one module: the real pre/post hook pair, and the guard around it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        record: ModuleRecord,
+        attachment: int | None,
+        window_size: tuple[int, int] | None,
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.record = record
+        self.attachment = attachment
+        self.window_size = window_size
+        self._warned: set[str] = set()
+        self.hooked_at: tuple[int, int] = ops.this_place()
+        self.holds_multihead_attention = any(isinstance(part, nn.MultiheadAttention) for part in module.modules())
+        self._handles = (
+            module.register_forward_pre_hook(self._before),
+            module.register_forward_hook(self._after, always_call=True),
+        )
+        self.hook_ids = tuple(handle.id for handle in self._handles)
+        guard.add_around(module, self)
+
+    def unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        module = self._module()
+        if module is not None:
+            guard.remove_around(module, self)
+
+    @property
+    def attachments(self) -> tuple[int, ...]:
+        """Whose scopes count, newest first: those of every hooking of this module."""
+        module = self._module()
+        numbers = () if module is None else (hook.attachment for hook in reversed(hooks_of(module)))
+        return tuple(number for number in numbers if number is not None)
+
+    def module_is_training(self) -> bool:
+        module = self._module()
+        return module is not None and module.training
+
+    def is_causal(self) -> bool:
+        return getattr(self._module(), "is_causal", None) is not False
+
+    def window(self) -> tuple[int, int]:
+        if self.window_size is not None:
+            return self.window_size
+        width = getattr(self._module(), "sliding_window", None)
+        return (width - 1, 0) if isinstance(width, int) and width > 0 else (-1, -1)
+
+    def documents(self) -> ArmedDocuments | None:
+        """Those of the call that runs now; see `documents_of_call`."""
+        return documents_of_call(self.attachments, self.hooked_at)
+
+    def passed_while_armed(self, reason: str, sizes: str) -> None:
+        """Warns, once a reason. Attached models have their own way to tell."""
+        if self.attachment is not None or reason in self._warned:
+            return
+        self._warned.add(reason)
+        warnings.warn(
+            f"packed_sdpa: an attention call of {self.record.name} was passed through to stock while documents are "
+            f"armed: {reason} ({sizes})",
+            stacklevel=4,
+        )
+
+    # The hook pair. _after runs for every Exception; for the others the guard below does.
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        interception.enter(self)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        frame = interception.current_frame()
+        if frame is not None and frame.hook is self:
+            interception.leave(interception.height() - 1)
+
+    # The guard.
+
+    def around_call(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        height = interception.height()
+        try:
+            try:
+                return call(*args, **kwargs)
+            finally:
+                interception.leave(height)
+        finally:
+            interception.leave(height)  # once more, should an interrupt have cut the first one short
+
+    def around_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        frame = interception.current_frame()
+        if frame is not None and frame.hook is self and not frame.in_forward:
+            frame.in_forward = True
+            return call(*args, **kwargs)
+        height = interception.height()
+        try:
+            try:
+                interception.enter(self).in_forward = True
+                return call(*args, **kwargs)
+            finally:
+                interception.leave(height)
+        finally:
+            interception.leave(height)
+
+
+def hooks_of(module: nn.Module) -> tuple[AttentionHook, ...]:
+    return tuple(around for around in guard.arounds_of(module) if isinstance(around, AttentionHook))
+
+
+def hook_attention(
+    module: nn.Module,
+    record: ModuleRecord,
+    *,
+    attachment: int | None = None,
+    window_size: tuple[int, int] | None = None,
+) -> Callable[[], None]:
+    """Hooks one attention module; see the top of this file."""
+    return AttentionHook(module, record, attachment, window_size).unhook
+
+
+def in_forward_scope(attachment: int) -> bool:
+    return ops.in_scope(attachment)
+
+
+class forward_scope:  # noqa: N801 - used as a function, as torch.no_grad is
+    """Context manager for one outer forward of an attached model; see the top of this file."""
+
+    def __init__(self, documents: ArmedDocuments | None, attachment: int) -> None:
+        self._documents = documents
+        self._attachment = attachment
+        self._mark = ops.scope_mark()
+
+    def __enter__(self) -> ArmedDocuments | None:
+        self._mark = ops.scope_mark()
+        ops.enter_scope(self._attachment, 0 if self._documents is None else self._documents.id)
+        return self._documents
+
+    def __exit__(self, *exception: object) -> None:
+        ops.leave_scope(self._mark)
+
+
+def run_scoped(
+    documents: ArmedDocuments | None,
+    attachment: int,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``call(*args, **kwargs)`` in a forward scope, whose output's graph keeps the documents."""
+    scope = forward_scope(documents, attachment)
+    try:
+        try:
+            scope.__enter__()
+            output = call(*args, **kwargs)
+        finally:
+            scope.__exit__()
+    finally:
+        scope.__exit__()  # once more, should an interrupt have cut the first one short
+    keep_documents(output, documents)
+    return output
+
+
+_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+
+
+def modules_ending_with(model: nn.Module, suffix: str) -> dict[str, nn.Module]:
+    """Modules by qualified name (wrappers' own names left out, the innermost module of each counts)."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        clean = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        if clean.endswith(suffix):
+            found[clean] = module  # parents come first, so the innermost stays
+    return found
+
+
+def hook_self_attention(model: nn.Module) -> int:
+    """Hooks every module whose name ends with ``self_attn``, once; returns how many there are. Warns without one."""
+    modules = modules_ending_with(model, "self_attn")
+    for name, module in modules.items():
+        if not any(hook.attachment is None for hook in hooks_of(module)):
+            hook_attention(module, ModuleRecord(name))
+    if not modules:
+        kinds = sorted(
+            {type(module).__name__ for module in model.modules() if "attention" in type(module).__name__.lower()}
+        )
+        seen = f"; its attention-like modules are of class {', '.join(kinds)}" if kinds else ""
+        warnings.warn(
+            f"packed_sdpa: no module of {type(model).__name__} has a name that ends with 'self_attn'{seen}, so nothing "
+            "was hooked; use packed_sdpa.attach(model, match=...) to name them",
+            stacklevel=3,
+        )
+    return len(modules)

@@ -1,0 +1,114 @@
+"""Compares the mask that a model means with the rule, inside documents, in chunks of rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packed_sdpa.documents import Documents
+
+_CHUNK_ELEMENTS = 1 << 20  # pairs looked at together: a chunk of rows, never S x S
+
+ON_MASK = ("error", "warn", "ignore")
+
+
+class MaskNotHonouredError(ValueError):
+    """A model's mask forbids or allows something inside a document that the packed rule does not."""
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """What the packed kernel does inside a document: ``window_size`` as in :func:`packed_sdpa.packed_attention`."""
+
+    is_causal: bool
+    window_size: tuple[int, int] = (-1, -1)
+    chunk_size: int = 0  # > 0: each document is cut into pieces of so many rows, which do not see each other
+
+    def __str__(self) -> str:
+        kind = "causal" if self.is_causal else "whole-document"
+        kind += f" in chunks of {self.chunk_size}" if self.chunk_size else ""
+        return kind if self.window_size == (-1, -1) else f"{kind} with window_size={self.window_size}"
+
+
+def differing_pair(
+    documents: Documents, rule: MaskRule, visible: Callable[[int, int], Tensor], device: torch.device
+) -> tuple[int, int, int, bool] | None:
+    """First (b, i, j, seen by the model's mask) inside a document where mask and rule differ, or None.
+
+    visible: rows ``begin, end`` -> bool ``[B or 1, H or 1, end - begin, S]``, True where the model's mask lets see.
+    """
+    ids = documents.doc_ids.to(device)
+    batch, size = ids.shape
+    keys = torch.arange(size, device=device)
+    step = max(1, _CHUNK_ELEMENTS // max(1, batch * size))
+    left, right = rule.window_size
+    for begin in range(0, size, step):
+        end = min(size, begin + step)
+        queries = keys[begin:end, None]
+        want = torch.ones(end - begin, size, dtype=torch.bool, device=device)
+        if rule.is_causal:
+            want &= keys <= queries
+        if left >= 0:
+            want &= queries - keys <= left
+        if right >= 0 and not rule.is_causal:
+            want &= keys - queries <= right
+        inside = (ids[:, begin:end, None] == ids[:, None, :]) & (ids[:, begin:end, None] != 0)
+        seen = visible(begin, end)
+        differs = ((seen != want) & inside[:, None]).flatten(0, 1)
+        if bool(differs.any()):
+            flat, i, j = (int(x) for x in differs.nonzero()[0])
+            b, h = divmod(flat, seen.shape[1]) if seen.shape[0] > 1 else (flat // seen.shape[1], flat % seen.shape[1])
+            return b, begin + i, j, bool(seen[b if seen.shape[0] > 1 else 0, h, i, j])
+    return None
+
+
+def dense_mask_visible(mask: Tensor, documents: Documents) -> Callable[[int, int], Tensor]:
+    """Rows of a dense mask ``[B or 1, (H or 1,) S, S]``: bool, or additive with 0 (see) and a large negative (not).
+
+    Raises :class:`MaskNotHonouredError` when an additive mask holds other values: it is a bias.
+    """
+    dense = mask if mask.dim() == 4 else mask.unsqueeze(1)
+    size = documents.shape[1]
+    if tuple(dense.shape[-2:]) != (size, size):
+        raise MaskNotHonouredError(
+            f"attention_mask has shape {list(mask.shape)} but the documents are of {size} tokens; pass a mask of those "
+            "tokens, or none"
+        )
+
+    def visible(begin: int, end: int) -> Tensor:
+        rows = dense[:, :, begin:end]
+        if rows.dtype == torch.bool:
+            return rows
+        if not rows.is_floating_point():
+            return rows != 0
+        shut = rows <= -1e4
+        if bool(((rows != 0) & ~shut).any()):
+            raise MaskNotHonouredError(
+                "attention_mask is additive and holds values other than 0 and minus infinity (a bias such as ALiBi or "
+                "T5's); the packed kernel takes no bias, so run this model without packing"
+            )
+        return ~shut
+
+    return visible
+
+
+def raise_or_warn(on_mask: str, message: str, warned: set[str]) -> None:
+    """What ``on_mask`` says about a mask that is not honoured; a warning once per message."""
+    if on_mask == "error":
+        raise MaskNotHonouredError(f"{message}; on_mask='warn' or 'ignore' runs the packed rule instead")
+    if on_mask == "warn" and message not in warned:
+        warned.add(message)
+        warnings.warn(f"packed_sdpa: {message}; the packed rule runs instead", UserWarning, stacklevel=2)
+
+
+def describe_pair(pair: tuple[int, int, int, bool], rule: MaskRule) -> str:
+    b, i, j, seen = pair
+    does = "lets" if seen else "does not let"
+    return (
+        f"the model's mask {does} row {i} see row {j} of the same document (batch row {b}), the packed rule "
+        f"({rule}) not so"
+    )

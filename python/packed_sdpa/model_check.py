@@ -1,0 +1,66 @@
+"""`packed-sdpa check`: proves on a model folder of the user's that no document of a packed row sees another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+import packed_sdpa
+from packed_sdpa import proofs
+from packed_sdpa.demo import DemoOptions, prepare
+from packed_sdpa.demo_model import DTYPES, build_model, make_config
+from packed_sdpa.demo_report import LOGIT_TOLERANCE, Check
+from packed_sdpa.errors import InputError
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Arguments of the check; see ``packed-sdpa check --help``."""
+
+    model: Path
+    data: Path | None = None
+    text_field: str = "text"
+    seq_len: int = 512
+    dtype: str = "float32"
+    seed: int = 0
+
+
+def check_model_folder(options: CheckOptions, console: Console | None = None) -> bool:
+    """Attaches the model, packs one row of documents cut to a fifth of it, and returns whether all holds."""
+    console = console or Console()
+    shared = {name: getattr(options, name) for name in ("model", "data", "text_field", "seq_len", "dtype", "seed")}
+    prepared = prepare(DemoOptions(steps=1, **shared), max_doc_len=max(1, options.seq_len // 5))
+    batch = proofs.row_of_most_documents(prepared.rows.select(slice(None)))
+    config = make_config(options.model, 0, options.seq_len)
+    model = build_model(config, options.model, DTYPES[options.dtype], options.seed)
+    try:
+        handle = packed_sdpa.attach(model)
+    except ValueError as error:
+        raise InputError(f"--model {options.model}: {error}") from error
+    found = {**proofs.cross_document_gradients(model, batch), **proofs.isolation(model, handle, batch)}
+    calls = proofs.count_calls(packed_sdpa.report(handle))
+    difference, largest = found["isolation_max_abs"], found["largest_logit"]
+    checks = [
+        Check(
+            "packed logits equal each document alone",
+            f"off by {difference:.1e}; without marks {found['unmarked_max_abs']:.1e}; largest logit {largest:.1e}",
+            difference <= LOGIT_TOLERANCE[options.dtype] * largest,
+        ),
+        Check(
+            "no gradient into other documents",
+            f"{found['cross_document_grad']:.1e}; into itself {found['own_document_grad']:.1e}",
+            found["cross_document_grad"] == 0.0 and found["own_document_grad"] > 0.0,
+        ),
+        Check(
+            "every attention call taken",
+            f"{calls['attention_calls_taken']:,} taken, {calls['attention_calls_passed']:,} passed through",
+            calls["attention_calls_taken"] > 0 and calls["attention_calls_passed"] == 0,
+        ),
+    ]
+    documents = int(batch["doc_ids"].max())
+    console.print(f"{type(model).__name__}, {documents} documents in a row of {options.seq_len}, {options.dtype}")
+    for check in checks:
+        console.print(check.line(), highlight=False)
+    return all(check.holds for check in checks)

@@ -1,0 +1,244 @@
+"""The seed API: hooks that put packed attention in the place of SDPA, driven by armed document ids."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packed_sdpa import interception
+from packed_sdpa._library import ops
+from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_for_recompute
+from packed_sdpa.functional import attention_on_tensors
+from packed_sdpa.hooks import hook_self_attention
+from packed_sdpa.interception import Frame
+from packed_sdpa.state import _PACKED_STATE, configured_attn_backend, dispatcher_preference
+
+__all__ = [
+    "_PACKED_STATE",
+    "_packed_varlen_sdpa",
+    "attach_cp1_packed_varlen_hooks",
+    "cp1_packed_varlen_backend",
+    "disable_cp1_packed_varlen",
+    "enable_cp1_packed_varlen",
+]
+
+_NOT_HOOKED = (0, 0)
+
+# Why a call was passed through to stock.
+NOT_CAUSAL = "the module says is_causal = False"
+UNARMED = "no documents are armed"
+NOT_4D = "query, key and value are not all plain 4-D tensors [B, H, S, D]"
+OTHER_BATCH = "the batch size of query, key or value is not that of the armed doc_ids"
+OTHER_LENGTH = "the length of query, key or value is not that of the armed doc_ids"
+REFUSED = "scaled_dot_product_attention itself refuses these operands"
+
+
+def enable_cp1_packed_varlen(doc_ids: Tensor, backend: str) -> None:
+    """Arms document ids until the next arming or disarming, recompute in backward included.
+
+    doc_ids: integer or bool ``[1, S]``, ``[S]`` or ``[B, S]``, copied; 0 is padding. backend: ``"flash"`` or ``"te"``,
+    a preference among the CUDA kernels; CPU tensors use the CPU kernel. Raises ValueError or TypeError, before
+    anything changes.
+    """
+    _PACKED_STATE.set(ArmedDocuments(doc_ids, dispatcher_preference(backend)))
+
+
+def disable_cp1_packed_varlen() -> None:
+    """Disarms; called before the next outer forward."""
+    _PACKED_STATE.set(None)
+
+
+def cp1_packed_varlen_backend() -> str | None:
+    """The configured backend, ``"flash"`` or ``"te"``; None when configured ``"dense"``, which means: do not arm."""
+    backend = configured_attn_backend()
+    return None if backend == "dense" else backend
+
+
+def attach_cp1_packed_varlen_hooks(model: nn.Module) -> None:
+    """Hooks every module whose qualified name ends with ``self_attn``, the inner one of checkpoint-wrapped modules.
+
+    While such a module runs, and only in that thread, ``F.scaled_dot_product_attention`` is `_packed_varlen_sdpa`.
+    Calling it again changes nothing. A model without such a module: a warning.
+    """
+    hook_self_attention(model)
+
+
+def _packed_varlen_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """``F.scaled_dot_product_attention``, but causal within each armed document.
+
+    query ``[B, Hq, S, D]``, key ``[B, Hkv, S, D]``, value ``[B, Hkv, S, Dv]`` -> ``[B, Hq, S, Dv]``. Intervenes when B
+    and S of all three are those of the armed doc_ids; attn_mask and is_causal are not used then. Every other call goes
+    to what ``F.scaled_dot_product_attention`` is outside of hooked modules, with the arguments it got but ``kwargs``.
+    """
+    frame = interception.current_frame()
+    if frame is not None:
+        frame.calls += 1
+    documents: ArmedDocuments | None = None
+    reason = _reason_without_documents(frame, query, key, value)
+    if reason is None:
+        hook = None if frame is None else frame.hook
+        documents = documents_of_call((), _NOT_HOOKED) if hook is None else hook.documents()
+        reason = UNARMED if documents is None else _mismatch(documents, query, key, value)
+    if reason is None:
+        matched = _match_heads(query, key, value, enable_gqa)
+        if matched is None or not _one_kind(query, key, value):
+            reason = REFUSED
+    if reason is not None:
+        output = _pass_through(
+            frame, reason, documents, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+        if documents is not None:
+            keep_for_recompute(output, documents)
+        return output
+
+    assert documents is not None and matched is not None
+    window = (-1, -1) if frame is None else frame.hook.window()
+    output, _ = attention_on_tensors(
+        *matched,
+        documents.layout.tensors(query.device),
+        window_size=window,
+        scale=scale,
+        dropout_p=dropout_p,
+        backend=documents.backend,
+    )
+    keep_for_recompute(output, documents)
+    if frame is not None:
+        frame.hook.record.count_taken(_backend_name(documents, *matched, window, dropout_p), window)
+    return output
+
+
+interception.install(_packed_varlen_sdpa)
+
+
+def _reason_without_documents(frame: Frame | None, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why this call is not ours whatever is armed."""
+    if frame is None:
+        if interception.is_bystander() and not _caller_names_us():
+            return UNARMED
+    elif not frame.hook.is_causal():
+        return NOT_CAUSAL
+    for operand in (query, key, value):
+        if operand.dim() != 4 or operand.is_nested:
+            return NOT_4D
+    return None
+
+
+def _caller_names_us() -> bool:
+    """A call by our own name, not by that of SDPA, which this function stands in for in all threads."""
+    code = sys._getframe(3).f_code
+    return "_packed_varlen_sdpa" in code.co_names or "_packed_varlen_sdpa" in code.co_freevars
+
+
+def _mismatch(documents: ArmedDocuments, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    batch, rows = documents.batch, documents.rows
+    for operand in (query, key, value):
+        if operand.shape[0] != batch:
+            return OTHER_BATCH
+        if operand.shape[2] != rows:
+            return OTHER_LENGTH
+    return None
+
+
+def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Operands with the head counts that the kernels take; None where stock refuses them."""
+    heads = (query.shape[1], key.shape[1], value.shape[1])
+    if heads[0] == heads[1] == heads[2]:
+        return query, key, value
+    if enable_gqa:
+        if 0 in heads or heads[0] % heads[1] or heads[0] % heads[2]:
+            return None
+        if heads[1] != heads[2]:
+            key, value = (part.repeat_interleave(heads[0] // part.shape[1], 1) for part in (key, value))
+        return query, key, value
+    most = max(heads)
+    if any(count not in (1, most) for count in heads):
+        return None
+    if heads[0] != most:
+        query = query.expand(-1, most, -1, -1)
+    if heads[1] != heads[2]:
+        key, value = (part.expand(-1, most, -1, -1) for part in (key, value))
+    return query, key, value
+
+
+def _one_kind(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if query.device != key.device or query.device != value.device:
+        return False
+    if query.dtype == key.dtype == value.dtype:
+        return query.dtype in _DTYPES
+    return torch.is_autocast_enabled(query.device.type)
+
+
+_DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+
+
+def _pass_through(
+    frame: Frame | None,
+    reason: str,
+    documents: ArmedDocuments | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+) -> Tensor:
+    attn_mask, dropout_p, is_causal, scale, enable_gqa = rest
+    if frame is not None:
+        frame.hook.record.count_passed(reason)
+        if documents is not None:
+            frame.hook.passed_while_armed(reason, _sizes(documents, query, key, value))
+    output = interception.call_outside(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if reason == REFUSED:  # stock took what it has no mask for
+        raise TypeError(
+            f"query, key and value must be float32, float64, bfloat16 or float16, of one dtype and on one device, to be "
+            f"packed; got {_kinds(query, key, value)}; convert them, or disarm"
+        )
+    return output
+
+
+def _kinds(*operands: Tensor) -> str:
+    return ", ".join(f"{operand.dtype} {list(operand.shape)} on {operand.device}" for operand in operands)
+
+
+def _sizes(documents: ArmedDocuments, query: Tensor, key: Tensor, value: Tensor) -> str:
+    return (
+        f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}, "
+        f"doc_ids [{documents.batch}, {documents.rows}]"
+    )
+
+
+def _backend_name(
+    documents: ArmedDocuments, query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int], dropout_p: float
+) -> str:
+    """Which backend takes such a call. Asked once per documents and kind of call."""
+    kind = (
+        query.device,
+        query.dtype,
+        query.shape[1],
+        key.shape[1],
+        query.shape[3],
+        value.shape[3],
+        window,
+        dropout_p > 0,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    name = documents.backend_names.get(kind)
+    if name is None:
+        layout = list(documents.layout.tensors())
+        rows = ops.explain(query, key, value, layout, True, *window, dropout_p, documents.backend)
+        name = next(row[0] for row in rows if row[1] == "1")
+        documents.backend_names[kind] = name
+    return name

@@ -1,0 +1,120 @@
+"""PNG plots of the demo and of the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from packed_sdpa.errors import import_extra
+from packed_sdpa.packing import PackedRows, Piece
+
+STOCK_COLOR = "#c2543d"
+PACKED_COLOR = "#2b6cb0"
+_DOCUMENT_COLORS = (
+    "#2b6cb0", "#e0903f", "#4a9d6e", "#c2543d", "#7f6bb3", "#c9a83c", "#3fa3b5", "#d17ba0", "#6b8e3d", "#8a6a52",
+    "#6fa0d8", "#f0b97a",
+)  # fmt: skip
+_STYLE = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#e2e2e2",
+    "legend.frameon": False,
+    "hatch.color": "#c4c4c4",
+    "hatch.linewidth": 0.6,
+}
+
+
+@contextmanager
+def _figure(path: Path, width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
+    """The axes of a figure (one, or an array) that needs no display and is written to ``path`` at the end."""
+    matplotlib = import_extra("matplotlib", "demo")
+    figures = import_extra("matplotlib.figure", "demo")
+    with matplotlib.rc_context(_STYLE):
+        figure = figures.Figure(figsize=(width, height), layout="constrained", dpi=130)
+        yield figure.subplots(rows, columns, **options)
+        figure.savefig(path)
+
+
+def plot_losses(path: Path, stock: Sequence[float], packed: Sequence[float]) -> Path:
+    """Both loss curves, and below them how far they are apart."""
+    steps = range(1, len(stock) + 1)
+    with _figure(path, 8, 5.2, rows=2, sharex=True, gridspec_kw={"height_ratios": [3, 1]}) as (curves, gaps):
+        curves.plot(steps, stock, color=STOCK_COLOR, linewidth=6, alpha=0.35, label="Transformers, dense mask")
+        curves.plot(steps, packed, color=PACKED_COLOR, linewidth=1.8, label="packed_sdpa")
+        apart = [abs(left - right) for left, right in zip(stock, packed, strict=True)]
+        curves.set_title(f"Training loss of both ways: at most {max(apart):.1e} apart")
+        curves.set_ylabel("loss per token")
+        curves.legend()
+        gaps.bar(steps, apart, color="#777777", width=0.6)
+        gaps.set_ylabel("difference")
+        gaps.set_xlabel("step")
+        gaps.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        gaps.xaxis.get_major_locator().set_params(integer=True)
+    return path
+
+
+def plot_step_bars(path: Path, seconds: tuple[float, float], memory_mb: tuple[float, float]) -> Path:
+    """Bars of step time and peak memory, Transformers and packed_sdpa (in this order in both pairs)."""
+    with _figure(path, 8, 4.4, columns=2) as axes:
+        panels = (
+            (axes[0], seconds, f"Step time: {seconds[0] / seconds[1]:.1f}x as fast", "seconds a step", "{:.2f} s"),
+            (axes[1], memory_mb, f"Peak memory: {memory_mb[1] - memory_mb[0]:+,.0f} MiB", "MiB", "{:,.0f} MiB"),
+        )
+        for axis, values, title, unit, label in panels:
+            bars = axis.bar(
+                ("Transformers\ndense mask", "packed_sdpa"), values, color=(STOCK_COLOR, PACKED_COLOR), width=0.6
+            )
+            axis.bar_label(bars, [label.format(value) for value in values], padding=4, fontweight="bold")
+            axis.set_title(title)
+            axis.set_ylabel(unit)
+            axis.margins(y=0.15)
+    return path
+
+
+def _document_colors(pieces: Sequence[Piece]) -> list[str]:
+    """A color for each source document (the pieces of one that was split share it), never that of the left neighbor."""
+    colors: list[str] = []
+    for piece in pieces:
+        index = piece.document % len(_DOCUMENT_COLORS)
+        if colors and colors[-1] == _DOCUMENT_COLORS[index]:
+            index = (index + 1) % len(_DOCUMENT_COLORS)
+        colors.append(_DOCUMENT_COLORS[index])
+    return colors
+
+
+def plot_packed_rows(path: Path, rows: PackedRows, most: int = 48) -> Path:
+    """The first ``most`` rows as bars of coloured documents; padding is hatched."""
+    shown = min(rows.num_rows, most)
+    with _figure(path, 10, 1.6 + 0.17 * shown) as axis:
+        for row in range(shown):
+            pieces = rows.row_pieces(row)
+            spans = [(piece.column, piece.length) for piece in pieces]
+            axis.broken_barh(
+                spans, (row - 0.42, 0.84), facecolors=_document_colors(pieces), edgecolor="white", linewidth=0.8
+            )
+            end = sum(piece.length for piece in pieces)
+            if end < rows.seq_len:
+                padding = [(end, rows.seq_len - end)]
+                axis.broken_barh(
+                    padding, (row - 0.42, 0.84), facecolor="#f4f4f4", edgecolor="#b8b8b8", hatch="////", linewidth=0
+                )
+        more = "" if shown == rows.num_rows else f", the first {shown} drawn"
+        axis.set_title(
+            f"{len(rows.pieces)} documents in {rows.num_rows} rows of {rows.seq_len:,} tokens{more}: "
+            f"{rows.fill:.1%} full, padding hatched"
+        )
+        axis.set_xlim(0, rows.seq_len)
+        axis.set_ylim(shown - 0.4, -0.6)
+        axis.set_xlabel("token")
+        axis.set_ylabel("row")
+        axis.grid(visible=False)
+        axis.yaxis.get_major_locator().set_params(integer=True)
+    return path

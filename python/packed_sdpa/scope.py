@@ -1,0 +1,72 @@
+"""The outer forward that runs now on this thread: its documents, and the ledger in which its layers are counted."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from torch import Tensor, nn
+
+from packed_sdpa.documents import Documents
+from packed_sdpa.records import ModuleRecord
+
+
+class Ledger:
+    """The records of one attachment's attention modules, and the causes it has already warned about."""
+
+    def __init__(self) -> None:
+        self.records: weakref.WeakKeyDictionary[nn.Module, ModuleRecord] = weakref.WeakKeyDictionary()
+        self.warned: set[str] = set()
+        self.layouts_built = 0
+        self.backend_names: dict[tuple, str] = {}  # by kind of call: device, types, heads, dims
+
+    def record(self, module: nn.Module) -> ModuleRecord:
+        found = self.records.get(module)
+        if found is None:
+            found = self.records[module] = ModuleRecord(f"({type(module).__name__}, not seen by attach)")
+        return found
+
+
+class ForwardScope:
+    """One outer forward. ``documents`` None: it runs unpacked."""
+
+    __slots__ = ("dense_mask", "documents", "ledger", "on_mask", "ran", "seen")
+
+    def __init__(
+        self, ledger: Ledger, documents: Documents | None, seen: frozenset[str], on_mask: str, dense_mask: Tensor | None
+    ) -> None:
+        self.ledger = ledger
+        self.documents = documents
+        self.seen = seen  # names of the arguments in which documents were looked for
+        self.on_mask = on_mask
+        self.dense_mask = dense_mask  # the caller's own 4-D mask, audited where the layer's rule is known
+        self.ran: dict[nn.Module, tuple[int, int]] = {}  # attention modules that ran -> (taken, calls) before they did
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[ForwardScope] = []
+
+
+_STACK = _Stack()
+
+
+def current_scope() -> ForwardScope | None:
+    """The innermost outer forward of this thread, or None outside any."""
+    return _STACK.scopes[-1] if _STACK.scopes else None
+
+
+def scope_of(ledger: Ledger) -> ForwardScope | None:
+    """The running outer forward of one attachment, or None."""
+    return next((scope for scope in reversed(_STACK.scopes) if scope.ledger is ledger), None)
+
+
+def push_scope(scope: ForwardScope) -> None:
+    _STACK.scopes.append(scope)
+
+
+def pop_scope(scope: ForwardScope) -> None:
+    """Ends a scope, and any above it; harmless when an interrupt came before it was pushed."""
+    scopes = _STACK.scopes
+    if scope in scopes:
+        del scopes[scopes.index(scope) :]

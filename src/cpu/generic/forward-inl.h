@@ -1,0 +1,211 @@
+// Forward, one work item: for a block of queries of one document and all heads of a key/value head's group
+//   for each tile of keys:  pack K^T and V once
+//     for each tile of stacked rows:  S = Q K^T;  P = softmax rows of S, O and l rescaled where needed;  O += P V
+//   out = O / l,  lse = c r ln 2 + ln l.
+//
+// An engine E gives the operand type, the GEMM and the sizes. Strips of E::kStrip rows are computed only between the
+// first key that its first row sees and the last key that its last row sees.
+
+template <class E, typename T>
+struct ForwardBuffers {
+  using Elem = typename E::Elem;
+  template <class Arena>
+  ForwardBuffers(const TiledForward& call, Arena* arena) {
+    const AttentionShape& shape = call.params.shape;
+    const int64_t queries = call.block_size < call.max_queries ? call.block_size : call.max_queries;
+    rows = round_up(queries * call.group, E::kRowPadding);
+    keys = round_up(call.max_keys < E::kForwardKeys ? call.max_keys : E::kForwardKeys, E::kKeyPadding);
+    depth = round_up(shape.head_dim, kLanes * E::kPair);
+    width = round_up(shape.head_dim_v, E::kColumnStep);
+    tile_rows = rows < E::kForwardRows ? rows : E::kForwardRows;
+    q = arena->template take<Elem>(rows * depth);
+    out = arena->template take<float>(rows * width);
+    reference = arena->template take<float>(rows);
+    sum = arena->template take<float>(rows);
+    begin = arena->template take<int32_t>(queries);
+    end = arena->template take<int32_t>(queries);
+    k = arena->template take<float>(depth / E::kPair * round_up(keys, kPanel));
+    v = arena->template take<float>(keys / E::kPair * round_up(width, kPanel));
+    s = arena->template take<float>(tile_rows * keys);
+    p = E::kPair == 1 ? reinterpret_cast<Elem*>(s) : arena->template take<Elem>(tile_rows * keys);
+    key_rows = arena->template take<Elem>(round_up(keys, kLanes) * depth);
+    const int64_t dim = shape.head_dim > shape.head_dim_v ? shape.head_dim : shape.head_dim_v;
+    spare = arena->template take<T>(2 * round_up(dim, 64));
+    factors = arena->template take<float>(keys);
+  }
+  int64_t rows, keys, depth, width, tile_rows;
+  Elem* q;
+  float* out;
+  float* reference;
+  float* sum;
+  int32_t* begin;  // visible keys of each query of the block
+  int32_t* end;
+  float* k;
+  float* v;
+  float* s;
+  Elem* p;
+  Elem* key_rows;
+  T* spare;
+  float* factors;
+};
+
+// The part of a key tile that a strip of stacked rows computes, rounded out to the engine's steps; empty: begin == end.
+struct Span {
+  int64_t begin;
+  int64_t end;
+};
+
+template <class E>
+PACKED_SDPA_INLINE Span round_span(int64_t begin, int64_t end, int64_t limit) {
+  if (begin < 0) begin = 0;
+  if (end > limit) end = limit;
+  if (begin >= end) return {0, 0};
+  return {begin / E::kKeyPadding * E::kKeyPadding, round_up(end, E::kKeyPadding)};
+}
+
+template <class E, typename T>
+inline void forward_tile(const TiledForward& call, const Document& document, const WorkItem& item,
+                         const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t first_row, int64_t num_rows,
+                         int64_t first_key, int64_t num_keys) {
+  using Elem = typename E::Elem;
+  const int32_t group = static_cast<int32_t>(call.group);
+  const float c = static_cast<float>((call.params.scale < 0 ? -call.params.scale : call.params.scale) * kLog2E);
+  const int64_t depth = round_up(call.params.shape.head_dim, E::kDepthStep);
+  const BLayout k_layout = {kPanel, buffers.depth / E::kPair * kPanel};
+  const BLayout v_layout = {kPanel, buffers.keys / E::kPair * kPanel};
+
+  for (int64_t strip = 0; strip < num_rows;) {
+    // Strips that compute the same span go together.
+    const auto span_of = [&](int64_t row) {
+      const int64_t last = (row + E::kStrip < num_rows ? row + E::kStrip : num_rows) - 1;
+      const int32_t query = static_cast<int32_t>(first_row + row) / group;
+      const int32_t last_query = static_cast<int32_t>(first_row + last) / group;
+      return round_span<E>(buffers.begin[query] - first_key, buffers.end[last_query] - first_key, num_keys);
+    };
+    const Span span = span_of(strip);
+    int64_t next = strip + E::kStrip;
+    while (next < num_rows) {
+      const Span other = span_of(next);
+      if (other.begin != span.begin || other.end != span.end) break;
+      next += E::kStrip;
+    }
+    if (next > num_rows) next = num_rows;
+    if (span.begin < span.end) {
+      const int64_t count = next - strip;
+      const int64_t row = first_row + strip;
+      float* s = buffers.s + strip * buffers.keys;
+      Elem* p = buffers.p + strip * buffers.keys;
+      E::gemm(count, span.begin, span.end, depth, buffers.q + row * buffers.depth, buffers.depth, buffers.k, k_layout,
+              s, buffers.keys, false);
+      for (int64_t r = 0; r < count; ++r) {
+        const int32_t query = static_cast<int32_t>(row + r) / group;
+        int64_t begin = buffers.begin[query] - first_key;
+        int64_t end = buffers.end[query] - first_key;
+        if (begin < 0) begin = 0;
+        if (end > num_keys) end = num_keys;
+        float* out = buffers.out + (row + r) * buffers.width;
+        if (call.dropout.enabled() && begin < end) {
+          const int64_t head = item.kv_head * call.group + (row + r - int64_t{query} * group);
+          for (int64_t j = 0; j < buffers.keys; ++j) buffers.factors[j] = 0.0f;
+          call.dropout_factors(document, head, first_query + query, {first_key + begin, first_key + end},
+                               buffers.factors + begin);
+          softmax_row<E::kPair == 1, true>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c,
+                            buffers.factors, buffers.reference + row + r, buffers.sum + row + r, out, buffers.width);
+        } else {
+          softmax_row<E::kPair == 1, false>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c, nullptr,
+                             buffers.reference + row + r, buffers.sum + row + r, out, buffers.width);
+        }
+      }
+      E::gemm(count, 0, buffers.width, span.end - span.begin, p + span.begin, buffers.keys,
+              buffers.v + span.begin / E::kPair * kPanel, v_layout, buffers.out + row * buffers.width, buffers.width,
+              true);
+    }
+    strip = next;
+  }
+}
+
+template <class E, typename T>
+inline void forward_block(const TiledForward& call, const Document& document, const WorkItem& item,
+                          const ForwardBuffers<E, T>& buffers) {
+  const AttentionShape& shape = call.params.shape;
+  const int64_t first_query = item.block * call.block_size;
+  int64_t num_queries = document.num_queries - first_query;
+  if (num_queries > call.block_size) num_queries = call.block_size;
+  if (num_queries <= 0) return;
+  const int64_t num_rows = num_queries * call.group;
+
+  for (int64_t q = 0; q < num_queries; ++q) {
+    const KeyRange range = document.visible_keys(first_query + q);
+    buffers.begin[q] = static_cast<int32_t>(range.begin);
+    buffers.end[q] = static_cast<int32_t>(range.end);
+  }
+  const RowSource<T> query = query_source<T>(call.params.query, document, item.kv_head, call.group, shape.head_dim);
+  const RowSource<T> key = key_source<T>(call.params.key, document, item.kv_head, shape.head_dim);
+  const RowSource<T> value = key_source<T>(call.params.value, document, item.kv_head, shape.head_dim_v);
+  pack_rows(query, first_query * call.group, num_rows, num_rows, buffers.q, buffers.depth, buffers.spare);
+  if (call.params.scale < 0) E::negate(buffers.q, num_rows * buffers.depth);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    buffers.reference[r] = -__builtin_inff();
+    buffers.sum[r] = 0.0f;
+  }
+  for (int64_t i = 0; i < num_rows * buffers.width; i += kLanes) vec_store(buffers.out + i, vec_zero());
+
+  const BLayout k_layout = {kPanel, buffers.depth / E::kPair * kPanel};
+  const BLayout v_layout = {kPanel, buffers.keys / E::kPair * kPanel};
+  const int64_t keys_begin = buffers.begin[0];
+  const int64_t keys_end = buffers.end[num_queries - 1];
+  for (int64_t first_key = keys_begin; first_key < keys_end; first_key += buffers.keys) {
+    const int64_t num_keys = keys_end - first_key < buffers.keys ? keys_end - first_key : buffers.keys;
+    const int64_t padded = round_up(num_keys, E::kKeyPadding);
+    pack_rows(key, first_key, num_keys, round_up(padded, kLanes), buffers.key_rows, buffers.depth, buffers.spare);
+    transpose_to_b(reinterpret_cast<const float*>(buffers.key_rows), buffers.depth / E::kPair,
+                   buffers.depth / E::kPair, round_up(padded, kLanes), buffers.k, k_layout);
+    E::pack_b(value, first_key, num_keys, padded, buffers.width, buffers.v, v_layout, buffers.spare);
+    for (int64_t row = 0; row < num_rows; row += buffers.tile_rows) {
+      const int64_t count = num_rows - row < buffers.tile_rows ? num_rows - row : buffers.tile_rows;
+      const int64_t query_begin = row / call.group;
+      const int64_t query_last = (row + count - 1) / call.group;
+      if (buffers.begin[query_begin] >= first_key + num_keys || buffers.end[query_last] <= first_key) continue;
+      forward_tile<E, T>(call, document, item, buffers, first_query, row, count, first_key, num_keys);
+    }
+  }
+
+  const StridedTensor& target = call.params.out;
+  const float abs_scale = static_cast<float>(call.params.scale < 0 ? -call.params.scale : call.params.scale);
+  float* lse = static_cast<float*>(call.params.lse);
+  for (int64_t q = 0; q < num_queries; ++q) {
+    const int64_t row = document.query_row(first_query + q);
+    for (int64_t g = 0; g < call.group; ++g) {
+      const int64_t r = q * call.group + g;
+      const int64_t head = item.kv_head * call.group + g;
+      T* out = static_cast<T*>(target.data) + document.batch * target.stride_batch + head * target.stride_head +
+               row * target.stride_row;
+      const bool sees = buffers.begin[q] < buffers.end[q];
+      write_row(buffers.out + r * buffers.width, vec_set(sees ? 1.0f / buffers.sum[r] : 0.0f), shape.head_dim_v, out,
+                target.stride_dim);
+      lse[(document.batch * shape.num_heads + head) * shape.rows_q + row] =
+          sees ? abs_scale * buffers.reference[r] + __builtin_logf(buffers.sum[r]) : -__builtin_inff();
+    }
+  }
+}
+
+template <class E, typename T>
+void forward_item(void* context, int64_t index, Scratch& scratch) {
+  const TiledForward& call = *static_cast<const TiledForward*>(context);
+  const WorkItem& item = call.items[static_cast<size_t>(index)];
+  const ForwardBuffers<E, T> buffers(call, &scratch);
+  E::begin();
+  for (int32_t d = item.first_document; d < item.last_document; ++d) {
+    forward_block<E, T>(call, call.documents[static_cast<size_t>(d)], item, buffers);
+  }
+  E::end();
+}
+
+template <class E, typename T>
+void run_forward(const ForwardParams& params, Executor& executor) {
+  const int64_t group = params.shape.num_heads / params.shape.num_kv_heads;
+  TiledForward call(params, E::kForwardItemRows > group ? E::kForwardItemRows / group : 1);
+  ScratchSize size;
+  const ForwardBuffers<E, T> sized(call, &size);
+  run_work_items(executor, static_cast<int64_t>(call.items.size()), size.bytes(), &forward_item<E, T>, &call);
+}

@@ -1,0 +1,97 @@
+// The rows of the score tile between the two GEMMs.
+//
+// Forward, online: with c = scale * log2(e) folded into one multiply,
+//   p_j = 2^(c s_j - c r),  l = sum p_j,  r the row's reference: the running maximum when it was last moved.
+// The reference moves only when the maximum passes it by kReferenceSlack (in powers of two); until then p stays below
+// 2^kReferenceSlack, l and O far from overflow, and no rescaling is paid for. out = O / l and lse = c r ln 2 + ln l do
+// not depend on r.
+
+constexpr float kReferenceSlack = 8.0f;
+
+// kExact subtracts before it multiplies: the row's maximum then has the weight 1 exactly, so a one-token document gives
+// its value back bit for bit. One instruction more; half types round it away.
+//
+// Scores [begin, end) of a row are visible, within the computed part [low, high) of the tile (multiples of kLanes).
+// Leaves the weights in `p` (zeros in the invisible rest of [low, high)), updates the row's reference, sum and O.
+template <bool kExact, bool kDropout, typename Elem>
+PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_t high, int64_t begin, int64_t end,
+                                    float c, const float* factors, float* reference, float* sum, float* out,
+                                    int64_t out_width) {
+  if (begin >= end) {
+    for (int64_t j = low; j < high; j += kLanes) vec_store_as(p + j, vec_zero());
+    return;
+  }
+  const Vec minus_infinity = vec_set(-__builtin_inff());
+  const int64_t first = begin / kLanes * kLanes;
+  const int64_t last = (end - 1) / kLanes * kLanes;  // the vectors that hold the first and the last visible score
+  const Mask first_mask = vec_mask(begin - first, end - first);
+  const Mask last_mask = vec_mask(begin - last, end - last);
+
+  Vec maxima = vec_select(first_mask, vec_load(s + first), minus_infinity);
+  for (int64_t j = first + kLanes; j < last; j += kLanes) maxima = vec_max(maxima, vec_load(s + j));
+  maxima = vec_max(maxima, vec_select(last_mask, vec_load(s + last), minus_infinity));
+  const float maximum = vec_reduce_max(maxima);
+  if (!(c * maximum <= c * *reference + kReferenceSlack)) {
+    if (*reference != -__builtin_inff()) {  // else O and l are still zero
+      const Vec shrink = vec_exp2(vec_set(c * *reference - c * maximum));
+      for (int64_t d = 0; d < out_width; d += kLanes) vec_store(out + d, vec_mul(vec_load(out + d), shrink));
+      *sum *= vec_first(shrink);
+    }
+    *reference = maximum;
+  }
+
+  const Vec scale = vec_set(c);
+  const Vec shift = vec_set(kExact ? *reference : c * *reference);
+  const auto weight = [&](Vec score) {
+    return vec_exp2(kExact ? vec_mul(vec_sub(score, shift), scale) : vec_fms(score, scale, shift));
+  };
+  for (int64_t j = low; j < first; j += kLanes) vec_store_as(p + j, vec_zero());
+  Vec sums = vec_zero();
+  const auto weigh = [&](int64_t j, Vec weights) {
+    sums = vec_add(sums, weights);
+    if constexpr (kDropout) weights = vec_mul(weights, vec_load(factors + j));
+    vec_store_as(p + j, weights);
+  };
+  weigh(first, vec_select(first_mask, weight(vec_load(s + first)), vec_zero()));
+  for (int64_t j = first + kLanes; j < last; j += kLanes) {
+    weigh(j, weight(vec_load(s + j)));
+  }
+  if (last > first) {
+    weigh(last, vec_select(last_mask, weight(vec_load(s + last)), vec_zero()));
+  }
+  for (int64_t j = last + kLanes; j < high; j += kLanes) vec_store_as(p + j, vec_zero());
+  *sum += vec_reduce_add(sums);
+}
+
+// Backward, along a row of the transposed tile (one key, all stacked rows of queries):
+//   p = exp(scale s - lse),  ds = p (dp - delta)
+// as 2^(c s - lse2), c = scale * log2(e), lse2 = lse * log2(e); kExact: as 2^((scale s - lse) * log2(e)), one multiply
+// more, which rounds once where the other rounds three numbers as large as lse (in a float's p that can be seen).
+// `c` and `lse` are what the form wants.
+// In [low, high) columns outside the visible [begin, end) get zeros. `factors` is the dropout factor of each element:
+// it multiplies dp, and the p that goes into dV.
+template <bool kExact, bool kDropout, typename Store>
+PACKED_SDPA_INLINE void grad_score_row(const float* s, const float* dp, const float* lse, const float* delta,
+                                       const float* factors, int64_t low, int64_t high, int64_t begin, int64_t end,
+                                       float c, const Store& store) {
+  const Vec scale = vec_set(c);
+  for (int64_t j = low; j < high; j += kLanes) {
+    if (j + kLanes <= begin || j >= end) {
+      store(j, vec_zero(), vec_zero());
+      continue;
+    }
+    Vec x = vec_fms(vec_load(s + j), scale, vec_load(lse + j));
+    if constexpr (kExact) x = vec_mul(x, vec_set(static_cast<float>(kLog2E)));
+    Vec p = vec_exp2(x);
+    Vec grad_p = vec_load(dp + j);
+    if constexpr (kDropout) grad_p = vec_mul(grad_p, vec_load(factors + j));
+    Vec ds = vec_mul(p, vec_sub(grad_p, vec_load(delta + j)));
+    if constexpr (kDropout) p = vec_mul(p, vec_load(factors + j));
+    if (j < begin || j + kLanes > end) {
+      const Mask mask = vec_mask(begin - j, end - j);
+      p = vec_select(mask, p, vec_zero());
+      ds = vec_select(mask, ds, vec_zero());
+    }
+    store(j, p, ds);
+  }
+}

@@ -1,0 +1,15 @@
+# The CPU kernels, free of torch: part of the library, and built alone for the sanitizers.
+set(PACKED_SDPA_CPU_KERNEL_SOURCES
+  src/cpu/documents.cpp
+  src/cpu/isa.cpp
+  src/cpu/kernels.cpp
+  src/cpu/padding.cpp
+  src/cpu/scalar/kernels.cpp
+  src/cpu/scratch.cpp
+  src/cpu/tiled.cpp
+  src/cpu/work_items.cpp
+  src/cpu/x86/amx.cpp
+  src/cpu/x86/avx2.cpp
+  src/cpu/x86/avx512.cpp
+  src/cpu/x86/avx512_bf16.cpp
+)

@@ -1,0 +1,114 @@
+#include "cpu/tiled.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace packed_sdpa::cpu {
+namespace {
+
+// A wait is for the rest of a neighbour's tile, some microseconds; after that many looks the thread gives its core
+// away, because the neighbour may be waiting for one.
+constexpr int kSpins = 2000;
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+}  // namespace
+
+TiledCall::TiledCall(const AttentionParams& params, SplitBy split_by, int64_t block_size_in)
+    : attention(params),
+      dropout(params),
+      documents(read_documents(params)),
+      items(make_work_items(documents, params.shape.num_kv_heads, split_by, block_size_in)),
+      group(params.shape.num_heads / params.shape.num_kv_heads),
+      block_size(block_size_in) {
+  for (const Document& document : documents) {
+    max_queries = std::max(max_queries, document.num_queries);
+    max_keys = std::max(max_keys, document.num_keys);
+  }
+}
+
+void TiledCall::dropout_factors(const Document& document, int64_t head, int64_t query, KeyRange keys,
+                                float* factors) const {
+  Dropout::Row row(dropout, document.batch * attention.shape.num_heads + head, document.query_row(query));
+  const float scale = static_cast<float>(dropout.keep_scale());
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
+    factors[j - keys.begin] = row.keeps(document.key_row(j)) ? scale : 0.0f;
+  }
+}
+
+GradQuerySum::GradQuerySum(const Document& document, int64_t block_keys, int64_t queries_per_tile,
+                           int64_t tile_floats)
+    : document_(document),
+      block_keys_(block_keys),
+      queries_per_tile_(queries_per_tile),
+      tile_floats_(tile_floats),
+      num_tiles_((document.num_queries + queries_per_tile - 1) / queries_per_tile),
+      turns_(new std::atomic<int32_t>[static_cast<size_t>(num_tiles_)]),
+      blocks_left_((document.num_keys + block_keys - 1) / block_keys) {
+  for (int64_t t = 0; t < num_tiles_; ++t) turns_[static_cast<size_t>(t)].store(0, std::memory_order_relaxed);
+}
+
+GradQuerySum::Blocks GradQuerySum::blocks(int64_t tile) const {
+  const int64_t first_query = tile * queries_per_tile_;
+  const int64_t last_query = std::min(document_.num_queries, first_query + queries_per_tile_) - 1;
+  const int64_t begin = document_.visible_keys(first_query).begin;
+  const int64_t end = document_.visible_keys(last_query).end;
+  if (begin >= end) return {0, -1};
+  return {begin / block_keys_, (end - 1) / block_keys_};
+}
+
+void GradQuerySum::wait_turn(int64_t tile, int64_t block) const {
+  const int64_t turn = block - blocks(tile).first;
+  const std::atomic<int32_t>& done = turns_[static_cast<size_t>(tile)];
+  for (int spin = 0; done.load(std::memory_order_acquire) != turn; ++spin) {
+    if (spin < kSpins) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+void GradQuerySum::finish_turn(int64_t tile, int64_t block) {
+  const int64_t turn = block - blocks(tile).first;
+  turns_[static_cast<size_t>(tile)].store(static_cast<int32_t>(turn + 1), std::memory_order_release);
+}
+
+float* GradQuerySum::sums(int64_t tile) {
+  float* base = sums_.load(std::memory_order_acquire);
+  if (base == nullptr) {
+    const std::lock_guard<std::mutex> lock(sums_mutex_);
+    if (storage_ == nullptr) storage_.reset(new float[static_cast<size_t>(num_tiles_ * tile_floats_)]);
+    base = storage_.get();
+    sums_.store(base, std::memory_order_release);
+  }
+  return base + tile * tile_floats_;
+}
+
+void GradQuerySum::finish_block() {
+  if (blocks_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) storage_.reset();
+}
+
+TiledBackward::TiledBackward(const BackwardParams& params_in, int64_t keys_per_item, int64_t rows_per_tile,
+                             bool own_sums)
+    : TiledCall(params_in, SplitBy::kKeys, keys_per_item),
+      params(params_in),
+      queries_per_tile(std::max<int64_t>(1, rows_per_tile / group)) {
+  const AttentionShape& shape = params.shape;
+  const int64_t tile_floats =
+      own_sums ? round_up(shape.head_dim, 32) * round_up(queries_per_tile * group, 64) : 0;
+  first_sum_.assign(documents.size(), -1);
+  for (size_t d = 0; d < documents.size(); ++d) {
+    if (documents[d].num_keys <= block_size) continue;
+    first_sum_[d] = static_cast<int32_t>(sums_.size());
+    for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+      sums_.push_back(std::make_unique<GradQuerySum>(documents[d], block_size, queries_per_tile, tile_floats));
+    }
+  }
+}
+
+}  // namespace packed_sdpa::cpu

@@ -1,0 +1,48 @@
+// The armed variable and the timeline, for the bindings and the drop-in.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "packed_sdpa/state.h"
+#include "thread_shared.h"
+#include "timeline.h"
+
+namespace packed_sdpa::state {
+
+// Numbers of values that nobody refers to any more, for whoever keeps the values themselves.
+class ReleasedHandles {
+ public:
+  void add(int64_t handle);
+  std::vector<int64_t> take();
+
+ private:
+  std::mutex mutex_;
+  std::vector<int64_t> handles_;
+};
+
+// What a thread-shared variable holds: a number that stands for a value kept elsewhere, documents, or both.
+struct Slot {
+  int64_t handle = 0;
+  DocumentsPtr documents;
+  std::shared_ptr<void> release;  // tells ReleasedHandles, with the last copy of this slot
+};
+using SlotVar = ThreadSharedVar<Slot>;
+
+Slot make_slot(int64_t handle, DocumentsPtr documents, const std::shared_ptr<ReleasedHandles>& released);
+
+SlotVar& armed_variable();
+SlotVar::Token set_armed(Slot slot);
+void reset_armed(const SlotVar::Token& token);
+
+Timeline& timeline();
+Moment this_moment();
+// Null when no documents with this number are alive (or 0 was given).
+DocumentsPtr find_documents(int64_t id);
+TimelinePtr as_timeline_value(const DocumentsPtr& documents);
+// The documents of an attention call, here and now.
+DocumentsPtr resolve(const Caller& caller);
+
+}  // namespace packed_sdpa::state

@@ -1,0 +1,133 @@
+// The state for Python: thread-shared variables and documents as torch classes, scopes and evidence as operators.
+#include <ATen/ATen.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <string>
+#include <vector>
+
+#include "packed_sdpa/state.h"
+#include "state_internal.h"
+
+namespace packed_sdpa {
+
+namespace {
+
+struct DocumentsHolder : torch::CustomClassHolder {
+  explicit DocumentsHolder(DocumentsPtr held) : documents(std::move(held)) {}
+  DocumentsHolder(const at::Tensor& doc_ids, std::string backend)
+      : documents(ArmedDocuments::make(doc_ids, backend)) {}
+
+  std::vector<at::Tensor> layout() const {
+    const LayoutTensors& tensors = documents->layout().tensors();
+    return {tensors.cu_seqlens_q,  tensors.cu_seqlens_k,     tensors.token_index_q,
+            tensors.token_index_k, tensors.diagonal_offsets, tensors.max_seqlens};
+  }
+
+  DocumentsPtr documents;
+};
+
+struct TokenHolder : torch::CustomClassHolder {
+  state::SlotVar::Token token;
+};
+
+// is_armed: the one armed variable of the process; else one of its own.
+struct SharedVariable : torch::CustomClassHolder {
+  explicit SharedVariable(bool is_armed) : is_armed(is_armed) {}
+
+  // The number given to set(); of documents armed in C++ minus their id; 0 when nothing is set.
+  int64_t get() const {
+    const state::Slot slot = (is_armed ? state::armed_variable() : own).get().value;
+    if (slot.handle != 0 || slot.documents == nullptr) return slot.handle;
+    return -slot.documents->id();
+  }
+
+  c10::intrusive_ptr<TokenHolder> set(int64_t handle, int64_t documents) {
+    auto token = c10::make_intrusive<TokenHolder>();
+    state::Slot slot = state::make_slot(handle, state::find_documents(documents), released);
+    token->token = is_armed ? state::set_armed(std::move(slot)) : own.set(std::move(slot));
+    return token;
+  }
+
+  void reset(const c10::intrusive_ptr<TokenHolder>& token) {
+    if (is_armed) {
+      state::reset_armed(token->token);
+    } else {
+      own.reset(token->token);
+    }
+  }
+
+  std::vector<int64_t> take_released() { return released->take(); }
+
+  bool is_armed;
+  state::SlotVar own;
+  std::shared_ptr<state::ReleasedHandles> released = std::make_shared<state::ReleasedHandles>();
+};
+
+DocumentsPtr documents_with(int64_t id) {
+  DocumentsPtr documents = state::find_documents(id);
+  TORCH_CHECK(id == 0 || documents != nullptr, "documents ", id, " are not alive any more");
+  return documents;
+}
+
+c10::intrusive_ptr<DocumentsHolder> find_documents(int64_t id) {
+  return c10::make_intrusive<DocumentsHolder>(documents_with(id));
+}
+
+int64_t resolve_documents(at::IntArrayRef attachments, int64_t hooked_thread, int64_t hooked_sequence) {
+  const DocumentsPtr documents =
+      state::resolve({attachments.vec(), {static_cast<uint64_t>(hooked_thread), static_cast<uint64_t>(hooked_sequence)}});
+  return documents == nullptr ? 0 : documents->id();
+}
+
+int64_t enter_scope(int64_t attachment, int64_t documents) {
+  TORCH_CHECK_VALUE(attachment > 0, "attachment must be positive, got ", attachment, "; take one from new_attachment()");
+  return state::timeline().enter_scope(state::this_moment(), attachment,
+                                       state::as_timeline_value(documents_with(documents)));
+}
+
+// Leaving by this number ends every scope that this thread enters from now on.
+int64_t scope_mark() { return state::timeline().next_scope(state::this_moment()); }
+
+void leave_scope(int64_t scope) { state::timeline().leave_scope(state::this_moment(), scope); }
+
+bool in_scope(int64_t attachment) { return state::timeline().in_scope(state::this_moment(), attachment); }
+
+std::tuple<int64_t, int64_t> this_place() {
+  const Moment now = state::this_moment();
+  return {static_cast<int64_t>(now.thread), static_cast<int64_t>(now.sequence)};
+}
+
+std::vector<int64_t> state_statistics() {
+  const Timeline::Statistics counts = state::timeline().statistics();
+  return {counts.threads, counts.intervals, counts.redirects, counts.scopes, counts.values_alive};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
+  library.class_<DocumentsHolder>("ArmedDocuments")
+      .def(torch::init<const at::Tensor&, std::string>())
+      .def("id", [](const c10::intrusive_ptr<DocumentsHolder>& self) { return self->documents->id(); })
+      .def("doc_ids", [](const c10::intrusive_ptr<DocumentsHolder>& self) { return self->documents->doc_ids(); })
+      .def("backend", [](const c10::intrusive_ptr<DocumentsHolder>& self) { return self->documents->backend(); })
+      .def("layout", &DocumentsHolder::layout);
+  library.class_<TokenHolder>("SharedVariableToken");
+  library.class_<SharedVariable>("SharedVariable")
+      .def(torch::init<bool>())
+      .def("get", &SharedVariable::get)
+      .def("set", &SharedVariable::set)
+      .def("reset", &SharedVariable::reset)
+      .def("take_released", &SharedVariable::take_released);
+  library.def("find_documents(int id) -> __torch__.torch.classes.packed_sdpa.ArmedDocuments", find_documents);
+  library.def("resolve_documents(int[] attachments, int hooked_thread, int hooked_sequence) -> int", resolve_documents);
+  library.def("enter_scope(int attachment, int documents) -> int", enter_scope);
+  library.def("scope_mark() -> int", scope_mark);
+  library.def("leave_scope(int scope) -> ()", leave_scope);
+  library.def("in_scope(int attachment) -> bool", in_scope);
+  library.def("this_place() -> (int thread, int sequence)", this_place);
+  // threads, intervals, redirects, scopes, intervals whose documents are alive
+  library.def("state_statistics() -> int[]", state_statistics);
+}
+
+}  // namespace packed_sdpa

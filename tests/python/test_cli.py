@@ -1,0 +1,158 @@
+"""The command line: help, info, and for each bad input exit code 2, one line, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packed_sdpa import cli, host
+from packed_sdpa._library import LIBRARY_PATH
+
+TINY_LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+}
+
+
+def model_folder(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**TINY_LLAMA, **changes}), encoding="utf-8")
+    return folder
+
+
+def assert_one_line(code: int | str | None, out: str, err: str, expected: str) -> None:
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1 and err.startswith("packed-sdpa") and "Traceback" not in err
+    assert expected in err
+
+
+def test_info_shows_library_backends_and_instruction_sets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert str(LIBRARY_PATH) in out
+    for isa in host.available_cpu_isas():
+        assert isa in out
+    assert "which backend takes which call" in out and "reference" in out
+
+
+def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("info", "demo", "bench", "check"):
+        with pytest.raises(SystemExit) as exit_code:
+            cli.main([command, "--help"])
+        assert exit_code.value.code == 0
+        assert f"usage: packed-sdpa {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["demo", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["demo", "--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["demo", "--colour", "red"], "unrecognized arguments: --colour red"),
+        (["check"], "required: --model"),
+    ],
+)
+def test_arguments_that_cannot_be_parsed(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        cli.main(arguments)
+    captured = capsys.readouterr()
+    assert_one_line(exit_code.value.code, captured.out, captured.err, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["demo", "--steps", "0"], "--steps must be at least 1, got 0"),
+        (["demo", "--seq-len", "0"], "--seq-len must be at least 1, got 0"),
+        (["demo", "--seq-len", "1"], "--seq-len must be at least 2, got 1"),
+        (["demo", "--threads", "-1"], "--threads must be at least 1, got -1"),
+        (["demo", "--learning-rate", "nan"], "--learning-rate must be above 0, got nan"),
+        (["demo", "--data", "gone"], "--data gone does not exist"),
+        (["demo", "--data", "empty"], "--data empty holds no .txt, .jsonl, .parquet files"),
+        (["demo", "--data", "latin"], "--data latin holds no text; 1 files were skipped, the first: a.txt"),
+        (["demo", "--data", "rows.jsonl", "--field", "body"], "--field body: rows.jsonl line 1 has no such text field"),
+        (["demo", "--model", "gone"], "--model gone does not exist"),
+        (["demo", "--model", "empty"], "--model empty holds no config.json"),
+        (["demo", "--model", "broken"], "--model broken: its config cannot be read"),
+        (["demo", "--model", "vision"], "--model vision: no causal language model on SDPA can be made"),
+        (["demo", "--model", "few_words"], "its vocabulary of 100 is too small for bytes"),
+        (["demo", "--out", "rows.jsonl"], "--out rows.jsonl: rows.jsonl is a file"),
+        (["check", "--model", "gone"], "--model gone does not exist"),
+        (["check", "--model", "empty"], "--model empty holds no config.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("latin").mkdir()
+    Path("latin/a.txt").write_bytes(b"caf\xe9")
+    Path("rows.jsonl").write_text('{"text": "one"}\n', encoding="utf-8")
+    Path("broken").mkdir()
+    Path("broken/config.json").write_text("{", encoding="utf-8")
+    model_folder(Path("few_words"), vocab_size=100)
+    Path("vision").mkdir()
+    Path("vision/config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
+    Path("demo_out").mkdir()
+    Path("demo_out/report.json").write_text("mine", encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    assert_one_line(code, captured.out, captured.err, expected)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert Path("demo_out/report.json").read_text(encoding="utf-8") == "mine"
+
+
+def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code = cli.main(["demo"])
+    captured = capsys.readouterr()
+    assert_one_line(code, captured.out, captured.err, "transformers is not installed; run `pip install")
+    assert "packed-sdpa[demo]" in captured.err
+
+
+def test_unknown_instruction_set_in_a_process_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "packed_sdpa.cli", "info"],
+        env={"PACKED_SDPA_CPU_ISA": "mmx", "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert_one_line(done.returncode, done.stdout, done.stderr, "PACKED_SDPA_CPU_ISA: got instruction set 'mmx'")
+
+
+def test_check_proves_isolation_of_a_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    folder = model_folder(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("To be or not to be, that is the question. " * 9, encoding="utf-8")
+    code = cli.main(["check", "--model", str(folder), "--data", str(tmp_path / "a.txt"), "--seq-len", "64"])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert out.count("holds") == 3 and "LlamaForCausalLM" in out

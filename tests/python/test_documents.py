@@ -1,0 +1,211 @@
+"""Where documents are found, what is padding, and which sources disagree."""
+
+import itertools
+
+import pytest
+import torch
+
+from packed_sdpa import PackedLayout
+from packed_sdpa.documents import check_agreement, find_documents, from_doc_ids
+
+TOKENS = torch.zeros(1, 8, dtype=torch.long)
+
+
+def ids(*values):
+    return torch.tensor([values])
+
+
+def partition(documents):
+    """doc_ids with documents numbered by first appearance, row by row; 0 stays padding."""
+    rows = []
+    for row in documents.doc_ids.tolist():
+        seen: dict[int, int] = {}
+        rows.append([0 if i == 0 else seen.setdefault(i, len(seen) + 1) for i in row])
+    return rows
+
+
+WANT = [[1, 1, 1, 2, 2, 3, 3, 3]]
+
+SOURCES = {
+    "doc_ids": ids(9, 9, 9, 3, 3, 700, 700, 700),
+    "_packed_seq_ids": ids(1, 1, 1, 2, 2, 3, 3, 3),
+    "seq_idx": ids(0, 0, 0, 1, 1, 2, 2, 2).int(),
+    "cu_seq_lens_q": torch.tensor([0, 3, 5, 8], dtype=torch.int32),
+    "attention_mask": ids(1, 1, 1, 2, 2, 3, 3, 3),
+    "position_ids": ids(0, 1, 2, 0, 1, 0, 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_each_source(name):
+    found = find_documents({"input_ids": TOKENS, name: SOURCES[name]})
+    assert found.source == name and partition(found) == WANT and found.layout.num_documents == 3
+
+
+def test_all_sources_agree_and_the_first_counts():
+    found = find_documents({"input_ids": TOKENS, **SOURCES})
+    assert found.source == "doc_ids" and found.doc_ids.tolist() == SOURCES["doc_ids"].tolist()
+
+
+@pytest.mark.parametrize(("one", "two"), itertools.combinations(SOURCES, 2))
+def test_disagreement_names_both(one, two):
+    other = {
+        "doc_ids": ids(1, 1, 2, 2, 2, 3, 3, 3),
+        "_packed_seq_ids": ids(1, 1, 2, 2, 2, 3, 3, 3),
+        "seq_idx": ids(0, 0, 1, 1, 1, 2, 2, 2),
+        "cu_seq_lens_q": torch.tensor([0, 2, 5, 8]),
+        "attention_mask": ids(1, 1, 2, 2, 2, 3, 3, 3),
+        "position_ids": ids(0, 1, 0, 1, 2, 0, 1, 2),
+    }
+    with pytest.raises(
+        ValueError, match=rf"{one} and {two} disagree about the documents: at row 0, token 2, "
+    ) as error:
+        find_documents({"input_ids": TOKENS, one: SOURCES[one], two: other[two]})
+    assert "pass one of them" in str(error.value)
+
+
+def test_documents_callable_result_comes_first_and_must_agree():
+    found = find_documents({"input_ids": TOKENS}, SOURCES["doc_ids"])
+    assert found.source == "documents"
+    layout = PackedLayout.from_doc_ids(SOURCES["doc_ids"])
+    assert partition(find_documents({"input_ids": TOKENS}, layout)) == WANT
+    with pytest.raises(ValueError, match="documents and position_ids disagree"):
+        find_documents({"input_ids": TOKENS, "position_ids": SOURCES["position_ids"]}, ids(1, 1, 1, 1, 2, 2, 2, 2))
+
+
+def test_layout_of_a_returning_document():
+    layout = PackedLayout.from_doc_ids(ids(1, 1, 0, 2, 1, 1, 0, 5))
+    assert partition(find_documents({"input_ids": TOKENS}, layout)) == [[1, 1, 0, 2, 1, 1, 0, 3]]
+
+
+def test_a_returning_id_is_one_document_and_positions_may_go_on():
+    found = find_documents({"doc_ids": ids(1, 1, 2, 1, 1), "position_ids": ids(0, 1, 0, 2, 3)})
+    assert found.layout.num_documents == 2
+    with pytest.raises(ValueError, match="one document of doc_ids is several"):
+        find_documents({"doc_ids": ids(1, 1, 2, 1, 1), "seq_idx": ids(0, 0, 1, 2, 2)})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"position_ids": torch.arange(8)[None]},
+        {"position_ids": torch.arange(5, 13)[None]},
+        {"position_ids": torch.arange(8)},
+        {"attention_mask": torch.ones(1, 8, dtype=torch.long)},
+        {"attention_mask": ids(0, 0, 0, 1, 1, 1, 1, 1), "position_ids": ids(1, 1, 1, 0, 1, 2, 3, 4)},
+        {"attention_mask": ids(1, 1, 1, 1, 1, 1, 0, 0), "position_ids": ids(0, 1, 2, 3, 4, 5, 1, 1)},
+        {"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)},
+        {"position_ids": torch.tensor([[3]])},
+        {},
+    ],
+)
+def test_an_unpacked_forward_tells_none(arguments):
+    assert find_documents({"input_ids": TOKENS, **arguments}) is None
+
+
+def test_zeros_of_the_mask_are_padding():
+    mask = ids(0, 1, 1, 1, 1, 1, 1, 0)
+    found = find_documents({"attention_mask": mask, "doc_ids": SOURCES["doc_ids"]})
+    assert found.doc_ids.tolist() == [[0, 9, 9, 3, 3, 700, 700, 0]]
+    found = find_documents({"attention_mask": mask.bool(), "position_ids": ids(7, 0, 1, 0, 1, 2, 3, 9)})
+    assert partition(found) == [[0, 1, 1, 2, 2, 2, 2, 0]]
+
+
+def test_padding_between_documents_and_indexed_mask():
+    found = find_documents({"attention_mask": ids(1, 1, 0, 2, 2, 0, 3, 3)})
+    assert found.doc_ids.tolist() == [[1, 1, 0, 2, 2, 0, 3, 3]]
+
+
+def test_rows_are_told_apart():
+    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
+    found = find_documents({"input_ids": torch.zeros(2, 4), "position_ids": positions})
+    assert found.layout.num_documents == 3 and partition(found) == [[1, 1, 1, 1], [1, 1, 2, 2]]
+    found = find_documents({"input_ids": torch.zeros(2, 4), "position_ids": positions[1:]})  # [1, S], as HF takes it
+    assert found.layout.num_documents == 4
+    found = find_documents({"input_ids": torch.zeros(2, 4), "cu_seq_lens_q": torch.tensor([0, 4, 6, 8])})
+    assert partition(found) == [[1, 1, 1, 1], [1, 1, 2, 2]]
+
+
+def test_offsets_may_leave_padding_at_the_end():
+    found = find_documents({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 3, 6])})
+    assert found.doc_ids.tolist() == [[1, 1, 1, 2, 2, 2, 0, 0]]
+
+
+def test_first_document_of_seq_idx_is_no_padding():
+    """Case 8; -1 is."""
+    assert find_documents({"seq_idx": ids(0, 0, 1, -1)}).doc_ids.tolist() == [[1, 1, 2, 0]]
+
+
+def test_positions_of_four_axes_use_the_text_axis():
+    text = ids(0, 1, 2, 0, 1, 0, 1, 2)
+    rope = torch.zeros(3, 1, 8, dtype=torch.long)
+    found = find_documents({"input_ids": TOKENS, "position_ids": torch.cat([text[None], rope])})
+    assert partition(found) == WANT
+
+
+def test_positions_of_three_axes():
+    text = ids(0, 1, 2, 0, 1, 0, 1, 2).expand(3, 1, 8)
+    assert partition(find_documents({"input_ids": TOKENS, "position_ids": text})) == WANT
+    image = torch.tensor([[0, 1, 1, 1, 1, 3, 0, 1], [0, 1, 1, 2, 2, 3, 0, 1], [0, 1, 2, 1, 2, 3, 0, 1]])[:, None]
+    found = find_documents(
+        {"input_ids": TOKENS, "position_ids": image}
+    )  # t stands still and h, w go back: one document
+    assert partition(found) == [[1, 1, 1, 1, 1, 1, 2, 2]]
+    assert find_documents({"input_ids": TOKENS[:, :6], "position_ids": image[..., :6]}) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            {"doc_ids": ids(1, 1, 2)},
+            ValueError,
+            r"doc_ids has shape \[1, 3\] but the forward has tokens \[B, S\] = \[1, 8\]",
+        ),
+        (
+            {"doc_ids": torch.ones(1, 2, 4).long()},
+            ValueError,
+            r"doc_ids must be \[B, S\] or \[S\], got shape \[1, 2, 4\]",
+        ),
+        ({"doc_ids": ids(1.0, 2.0)}, TypeError, "doc_ids must hold integers, got dtype torch.float32"),
+        ({"doc_ids": [1, 1]}, TypeError, "doc_ids must be an integer tensor, got list"),
+        (
+            {"doc_ids": ids(1, 1, 1, 1, 1, 1, -2, 2)},
+            ValueError,
+            "doc_ids must not be negative, got -2; use 0 for padding",
+        ),
+        ({"seq_idx": ids(0, 0, 0, 0, 0, 0, 0, -2)}, ValueError, r"seq_idx \+ 1 must not be negative"),
+        ({"cu_seq_lens_q": torch.tensor([1, 8])}, ValueError, r"cu_seq_lens_q must start at 0, .* got \[1, 8\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 3])}, ValueError, "not decrease"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9])}, ValueError, "end at most at the 8 tokens"),
+        ({"cu_seq_lens_q": torch.tensor(3)}, ValueError, r"offsets \[N \+ 1\]"),
+    ],
+)
+def test_bad_sources_are_named(arguments, error, text):
+    with pytest.raises(error, match=text):
+        find_documents({"input_ids": TOKENS, **arguments})
+
+
+def test_an_offset_across_rows_is_refused():
+    with pytest.raises(ValueError, match="crosses the end of a row of 4 tokens"):
+        find_documents({"input_ids": torch.zeros(2, 4), "cu_seq_lens_q": torch.tensor([0, 5, 8])})
+
+
+def test_row_ids_for_a_batch_are_refused():
+    with pytest.raises(ValueError, match=r"doc_ids has shape \[8\] but the forward has tokens \[B, S\] = \[2, 8\]"):
+        find_documents({"input_ids": torch.zeros(2, 8), "doc_ids": torch.ones(8).long()})
+
+
+def test_ids_are_copied():
+    buffer = ids(1, 1, 2, 2)
+    found = from_doc_ids(buffer)
+    buffer.fill_(5)
+    assert found.doc_ids.tolist() == [[1, 1, 2, 2]]
+
+
+def test_agreement_of_two_documents():
+    check_agreement(from_doc_ids(ids(1, 1, 2)), from_doc_ids(ids(5, 5, 7), "other"))
+    with pytest.raises(ValueError, match="doc_ids and other disagree"):
+        check_agreement(from_doc_ids(ids(1, 1, 2)), from_doc_ids(ids(5, 7, 7), "other"))
+    with pytest.raises(ValueError, match=r"tells documents of \[1, 3\] tokens but other of \[1, 2\]"):
+        check_agreement(from_doc_ids(ids(1, 1, 2)), from_doc_ids(ids(5, 7), "other"))

@@ -1,0 +1,105 @@
+"""Every architecture: logits and gradients of the packed row equal each document alone in the stock model."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import packed_sdpa
+from hf_models import ARCHITECTURES, FIRST_EIGHT, LENGTHS, difference, each_alone, gradients, packed_batch, worst
+
+TOLERANCE = 2e-6  # of the largest value: some models normalize in float32 whatever their type
+
+
+def check_equal_alone(model, batch, **options):
+    stock = copy.deepcopy(model)
+    expected = each_alone(stock, batch)
+    expected_gradients = gradients(stock, expected)
+    with packed_sdpa.attach(model, strict=True, **options) as handle:
+        logits = model(**batch).logits
+        got_gradients = gradients(model, logits)
+        report = packed_sdpa.report(handle)
+    assert difference(logits, expected) < TOLERANCE
+    assert worst(got_gradients, expected_gradients) < TOLERANCE
+    return report
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_interface_equals_each_document_alone(name):
+    model = ARCHITECTURES[name].make().train()
+    report = check_equal_alone(model, packed_batch(rows=2), route="interface")
+    assert report.passed == 0 and report.taken == len(report.modules) and report.layouts_built == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_interface_with_gradient_checkpointing(name, reentrant):
+    if name not in FIRST_EIGHT and reentrant:
+        pytest.skip("one kind for the further architectures")
+    model = ARCHITECTURES[name].make().train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    report = check_equal_alone(model, packed_batch(), route="interface")
+    assert report.taken == 2 * len(report.modules)  # forward and recompute
+
+
+@pytest.mark.parametrize("name", FIRST_EIGHT)
+def test_float32(name):
+    model = ARCHITECTURES[name].make(dtype=torch.float32).eval()
+    batch = packed_batch()
+    expected = each_alone(model, batch)
+    with packed_sdpa.attach(model):
+        logits = model(**batch).logits
+    assert difference(logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
+@pytest.mark.parametrize("training", [True, False])
+def test_default_use_cache_is_isolated(name, training):
+    """Case 47c: stock Transformers forgets packing when use_cache made a cache."""
+    model = ARCHITECTURES[name].make().train(training)
+    batch = packed_batch()
+    expected = each_alone(model, batch)
+    assert difference(model(**batch, use_cache=True).logits, expected) > 1e-3  # the leak of stock
+    with packed_sdpa.attach(model, strict=True):
+        assert difference(model(**batch).logits, expected) < TOLERANCE
+        assert difference(model(**batch, use_cache=True).logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "qwen2"])
+def test_windows_are_in_the_report(name):
+    model = ARCHITECTURES[name].make()
+    with packed_sdpa.attach(model) as handle:
+        model(**packed_batch())
+        windows = [module.windows for module in packed_sdpa.report(handle).modules]
+    expected = {
+        "llama": [{(-1, -1): 1}, {(-1, -1): 1}],
+        "mistral": [{(3, 0): 1}, {(3, 0): 1}],
+        "gemma3": [{(3, 0): 1}, {(-1, -1): 1}],
+        "qwen2": [{(-1, -1): 1}, {(3, 0): 1}],
+    }
+    assert windows == expected[name]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma3"])
+def test_unpacked_forward_is_stock(name):
+    model = ARCHITECTURES[name].make().eval()
+    ids = packed_batch()["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, :4] = 0
+    stock = [model(input_ids=ids).logits, model(input_ids=ids, attention_mask=mask).logits]
+    generated = model.generate(ids[:, :6], max_new_tokens=5, do_sample=False)
+    static = model.generate(ids[:, :6], max_new_tokens=5, do_sample=False, cache_implementation="static")
+    with packed_sdpa.attach(model, strict=True) as handle:
+        assert torch.equal(model(input_ids=ids).logits, stock[0])
+        assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, stock[1])
+        assert torch.equal(model.generate(ids[:, :6], max_new_tokens=5, do_sample=False), generated)
+        again = model.generate(ids[:, :6], max_new_tokens=5, do_sample=False, cache_implementation="static")
+        assert torch.equal(again, static)
+        report = packed_sdpa.report(handle)
+    assert report.taken == 0 and set(report.reasons) == {"no documents in this forward"}
+
+
+def test_lengths_cross_the_windows():
+    assert max(LENGTHS) > 2 * 4 and min(LENGTHS) == 1
