@@ -97,7 +97,8 @@ class PackageBackend(ABC):
         out = self.attend(call, rows)
         if rows.index_q is not None:
             out = out.new_zeros(batch * length, num_heads, head_dim).index_copy(0, rows.index_q, out)
-        return out.view(batch, length, num_heads, head_dim).transpose(1, 2)
+        out = out.view(batch, length, num_heads, head_dim).transpose(1, 2)
+        return out if query.stride(2) > query.stride(1) else out.contiguous()
 
 
 def _nothing_of(tensor: Tensor) -> Tensor:
