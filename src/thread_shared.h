@@ -108,7 +108,10 @@ class ThreadSharedVar {
         state_->own.erase(slot);
       }
     }
-    if (token.undo_->orphan && !state_->orphan) state_->orphan.swap(token.undo_->orphan);
+    const std::optional<Entry>& before = token.undo_->orphan;
+    if (before && (!state_->orphan || state_->orphan->number < before->number)) {
+      state_->orphan.swap(token.undo_->orphan);
+    }
   }
 
  private:
@@ -116,7 +119,7 @@ class ThreadSharedVar {
     mutable std::mutex mutex;
     uint64_t last_number = 0;
     std::unordered_map<uint64_t, Entry> own;  // by thread
-    std::optional<Entry> orphan;              // of threads that have ended only the latest, until a newer set()
+    std::optional<Entry> orphan;              // of threads that have ended only the latest, until the next set()
 
     const Entry* latest() const {
       const Entry* latest = orphan ? &*orphan : nullptr;
@@ -131,10 +134,10 @@ class ThreadSharedVar {
       const std::lock_guard<std::mutex> guard(mutex);
       const auto slot = own.find(thread);
       if (slot == own.end()) return;
-      const bool is_latest = latest() == &slot->second;
+      // It may be the latest again when a newer set() is undone.
       dropped = std::move(slot->second);
       own.erase(slot);
-      if (is_latest) orphan.swap(dropped);
+      if (!orphan || orphan->number < dropped->number) orphan.swap(dropped);
     }
   };
 

@@ -3,6 +3,7 @@
 from packed_sdpa._library import CMAKE_PREFIX_PATH as cmake_prefix_path
 from packed_sdpa.arming import arm, disarm
 from packed_sdpa.attach import Handle, NotTakenError, attach
+from packed_sdpa.check import check_isolation
 from packed_sdpa.functional import available_backends, explain, packed_attention, varlen_attention
 from packed_sdpa.graph_layout import GraphLayout
 from packed_sdpa.hf import register_hf_attention
@@ -25,6 +26,7 @@ __all__ = [
     "arm",
     "attach",
     "available_backends",
+    "check_isolation",
     "cmake_prefix_path",
     "disarm",
     "explain",

@@ -36,13 +36,14 @@ _KEY = torch._C._dispatch_key_parse(_KEY_NAME)
 _libraries: list[torch.library.Library] = []
 
 
-def catch_sdpa_operator(kernel: Callable[..., torch.Tensor]) -> None:
-    """In threads that turned catching on, ``kernel`` is called for ``aten::scaled_dot_product_attention``."""
+def catch_operators(kernels: dict[str, Callable[..., Any]]) -> None:
+    """In threads that turned catching on, these are called for the operators of that name in ``aten``."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
-    sdpa = torch.library.Library("aten", "IMPL")
-    sdpa.impl("scaled_dot_product_attention", kernel, _KEY_NAME)
-    _libraries.extend((everything, sdpa))
+    aten = torch.library.Library("aten", "IMPL")
+    for name, kernel in kernels.items():
+        aten.impl(name, kernel, _KEY_NAME)
+    _libraries.extend((everything, aten))
 
 
 def set_catching(on: bool) -> None:
@@ -53,13 +54,8 @@ def is_catching() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
 
 
-def newest_function_mode() -> object:
-    """The TorchFunctionMode that was entered last in this thread, None without one."""
-    modes = torch.overrides._get_current_function_mode_stack()
-    return modes[-1] if modes else None
-
-
 STOCK_SDPA: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
+NATIVE_MULTI_HEAD_ATTENTION: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch._native_multi_head_attention
 
 
 def node_metadata(tensor: torch.Tensor) -> dict[str, Any] | None:

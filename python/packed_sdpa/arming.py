@@ -1,36 +1,31 @@
-"""Documents armed by hand."""
+"""Documents armed by hand: the same state that the seed API arms."""
 
 from __future__ import annotations
 
-import threading
-
 from torch import Tensor
 
-from packed_sdpa.documents import Documents, from_doc_ids
-
-_LOCK = threading.Lock()
-_ARMED: list[Documents] = []
+from packed_sdpa.armed import ArmedDocuments
+from packed_sdpa.documents import Documents
+from packed_sdpa.state import _PACKED_STATE
 
 
 def arm(doc_ids: Tensor) -> None:
-    """Arms documents for every attached forward until :func:`disarm`.
+    """Arms documents for every attached or hooked forward until :func:`disarm`.
 
     doc_ids: integer or bool ``[B, S]`` or ``[S]``, any device, copied; 0 is padding. A forward whose tokens have
-    another shape is passed through, counted with its reason and warned about.
+    another shape is passed through, counted with its reason and warned about. Other threads see it too, unless they
+    armed something themselves.
 
     Raises ValueError (shape, negative ids) or TypeError (float ids), and then arms nothing.
     """
-    documents = from_doc_ids(doc_ids, "the doc_ids given to arm()")
-    with _LOCK:
-        _ARMED[:] = [documents]
+    _PACKED_STATE.set(ArmedDocuments(doc_ids))
 
 
 def disarm() -> None:
     """Ends what :func:`arm` began; harmless when nothing is armed."""
-    with _LOCK:
-        _ARMED.clear()
+    _PACKED_STATE.set(None)
 
 
-def armed_documents() -> Documents | None:
-    with _LOCK:
-        return _ARMED[0] if _ARMED else None
+def documents_armed_by_hand() -> Documents | None:
+    armed = _PACKED_STATE.get()
+    return Documents(armed, "the armed doc_ids") if isinstance(armed, ArmedDocuments) else None

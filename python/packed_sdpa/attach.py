@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from packed_sdpa import hf
-from packed_sdpa.arming import armed_documents
+from packed_sdpa import packed as _installs_what_hooked_modules_call  # noqa: F401
+from packed_sdpa.armed import ArmedDocuments
+from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.documents import (
     FOREIGN_KEYWORDS,
     OWN_KEYWORDS,
@@ -23,11 +25,12 @@ from packed_sdpa.documents import (
     find_documents,
     is_indexed_mask,
 )
-from packed_sdpa.mask_audit import ON_MASK, raise_or_warn
+from packed_sdpa.guard import add_around, arounds_of, remove_around
+from packed_sdpa.hooks import hook_attention, new_attachment, run_scoped
+from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
 from packed_sdpa.records import ModuleRecord
 from packed_sdpa.scope import ForwardScope, Ledger, pop_scope, push_scope, scope_of
-from packed_sdpa.wrapping import wrap
 
 ROUTES = ("auto", "interface", "hooks")
 
@@ -52,6 +55,8 @@ class Attachment:
         self.enabled = True
         self.handles = 0
         self.ledger = Ledger()
+        self.number = new_attachment()
+        self._mask_audit = DenseMaskAudit(on_mask, self.ledger.warned)
         self._undo: list[Callable[[], None]] = []
         self._parameters = {module: forward_parameters(module) for module in found.outer}
         for name, module in (*found.interface, *found.hooks):
@@ -67,27 +72,37 @@ class Attachment:
                 self._undo.append(hf.switch_implementation(config))
             outer = torch.compiler.disable(self._outer_forward, recursive=False)
             for module in self.found.outer:
-                self._undo.append(wrap(module, outer))
-                _ATTACHMENTS[module] = self
-            for _, module in self.found.interface:
-                self._undo.append(wrap(module, self._attention_forward))
-                _ATTACHMENTS[module] = self
+                self._put_around(module, _AroundOuter(module, self, outer))
+            for _, module in self.found.hooks:
+                window = hf.window_of(module)
+                hook = hook_attention(
+                    module,
+                    self.ledger.records[module],
+                    attachment=self.number,
+                    window_size=window,
+                    audit=self._mask_audit,
+                )
+                self._undo.append(hook)
+            for _, module in (*self.found.interface, *self.found.hooks):
+                self._put_around(module, _AroundAttention(module, self))
             done = True
         finally:
             if not done:
                 self.undo()
 
+    def _put_around(self, module: nn.Module, around: _AroundOuter | _AroundAttention) -> None:
+        self._undo.append(lambda: remove_around(module, around))
+        add_around(module, around)
+
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
-        for module in [module for module, attachment in _ATTACHMENTS.items() if attachment is self]:
-            del _ATTACHMENTS[module]
 
     # ---- around the outer forward
 
     def _outer_forward(self, module: nn.Module, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if not self.enabled:
-            return proceed(*args, **kwargs)
+            return self._run(None, proceed, args, kwargs)
         parameters = self._parameters[module]
         arguments = parameters.by_name(args, kwargs)
         seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
@@ -105,14 +120,23 @@ class Attachment:
             if dense_mask is not None:
                 args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
         scope = ForwardScope(self.ledger, documents, seen, self.on_mask, dense_mask)
+        armed = None if documents is None else documents.armed
         try:
-            push_scope(scope)
-            result = proceed(*args, **kwargs)
+            try:
+                push_scope(scope)
+                result = self._run(armed, proceed, args, kwargs)
+            finally:
+                pop_scope(scope)
         finally:
-            pop_scope(scope)
+            pop_scope(scope)  # once more, should an interrupt have cut the first one short
         if documents is not None:
             self._check_taken(scope)
         return result
+
+    def _run(self, armed: ArmedDocuments | None, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if not self.found.hooks:
+            return proceed(*args, **kwargs)
+        return run_scoped(armed, self.number, proceed, args, kwargs)
 
     def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
         told = None
@@ -120,7 +144,7 @@ class Attachment:
             told = self.documents(*args, **kwargs)
             if told is None:
                 return None
-        armed = armed_documents()
+        armed = documents_armed_by_hand()
         if self.documents is None:
             documents = armed
         else:
@@ -168,13 +192,12 @@ class Attachment:
 
     # ---- around an attention module
 
-    def _attention_forward(self, module: nn.Module, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if not torch.compiler.is_compiling():
-            scope = scope_of(self.ledger)
-            if scope is not None and module not in scope.ran:
-                record = self.ledger.record(module)
-                scope.ran[module] = (record.taken, record.calls)
-        return proceed(*args, **kwargs)
+    def saw_attention(self, module: nn.Module) -> None:
+        """An attention module begins to run."""
+        scope = scope_of(self.ledger)
+        if scope is not None and module not in scope.ran:
+            record = self.ledger.record(module)
+            scope.ran[module] = (record.taken, record.calls)
 
     def _check_taken(self, scope: ForwardScope) -> None:
         for module, (taken, calls) in scope.ran.items():
@@ -193,9 +216,40 @@ class Attachment:
                 warnings.warn(f"packed_sdpa: {message}", UserWarning, stacklevel=4)
 
 
-NO_CALL = "it made no call that packed_sdpa saw (eager attention, or a function of its own)"
+class _AroundOuter:
+    """Around a forward in which documents are looked for."""
 
-_ATTACHMENTS: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+    hook_ids: tuple[int, ...] = ()
+
+    def __init__(self, module: nn.Module, attachment: Attachment, run: Callable[..., Any]) -> None:
+        self._module = module
+        self.attachment = attachment
+        self._run = run
+
+    def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return self._run(self._module, call, args, kwargs)
+
+    around_forward = around_call
+
+
+class _AroundAttention:
+    """Around an attention module: notes that it ran."""
+
+    hook_ids: tuple[int, ...] = ()
+
+    def __init__(self, module: nn.Module, attachment: Attachment) -> None:
+        self._module = module
+        self.attachment = attachment
+
+    def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if not torch.compiler.is_compiling():
+            self.attachment.saw_attention(self._module)
+        return call(*args, **kwargs)
+
+    around_forward = around_call
+
+
+NO_CALL = "it made no call that packed_sdpa saw (eager attention, or a function of its own)"
 
 
 class Handle:
@@ -308,7 +362,8 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 
 
 def _attachment_in(model: nn.Module) -> Attachment | None:
-    return next((_ATTACHMENTS[module] for module in model.modules() if module in _ATTACHMENTS), None)
+    arounds = (around for module in model.modules() for around in arounds_of(module))
+    return next((a.attachment for a in arounds if isinstance(a, (_AroundOuter, _AroundAttention))), None)
 
 
 def _attach_again(

@@ -25,7 +25,7 @@ class Contender:
     """``make`` returns the function to be timed; ``why_not`` a sentence when this case cannot be run, else None."""
 
     name: str
-    title: str
+    title: str  # short, for tables
     make: Callable[[Case], Attention]
     why_not: Callable[[Case], str | None]
     has_backward: bool = True
@@ -128,9 +128,9 @@ CONTENDERS: dict[str, Contender] = {
     contender.name: contender
     for contender in (
         Contender(OURS, "packed_sdpa", _ours, _always),
-        Contender("loop_expanded", "SDPA a document, K/V expanded", lambda case: _loop(case, True), _always),
-        Contender("loop_gqa", "SDPA a document, enable_gqa", lambda case: _loop(case, False), _always),
-        Contender("dense", "SDPA, dense mask", _dense, _dense_why_not),
-        Contender("flex", "FlexAttention, compiled", _flex, _flex_why_not, has_backward=False),
+        Contender("loop_expanded", "loop, K/V expanded", lambda case: _loop(case, True), _always),
+        Contender("loop_gqa", "loop, enable_gqa", lambda case: _loop(case, False), _always),
+        Contender("dense", "dense mask", _dense, _dense_why_not),
+        Contender("flex", "FlexAttention", _flex, _flex_why_not, has_backward=False),
     )
 }

@@ -10,6 +10,8 @@ from packed_sdpa.errors import InputError
 
 CASE_NAMES = ("M1", "M2", "M3", "M4", "M5", "M6", "M7")
 CONTENDER_NAMES = ("packed_sdpa", "loop_expanded", "loop_gqa", "dense", "flex")
+ALL_TRAINING_TOKENS = (4096, 16384)
+ALL_MEMORY = (8192, 16384, 32768, 65536)
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
@@ -27,6 +29,7 @@ class BenchOptions:
     training_tokens: tuple[int, ...] = ()
     sweeps: bool = False
     memory: tuple[int, ...] = ()
+    overheads: bool = False
     simulate_cores: int | None = None
     json: Path | None = None
     plot: Path | None = None
@@ -43,9 +46,11 @@ class BenchOptions:
             rounds=arguments.rounds,
             seconds_each=arguments.seconds_each,
             threads=arguments.threads,
-            training_tokens=_counts("--training-tokens", arguments.training_tokens),
-            sweeps=arguments.sweeps,
-            memory=_counts("--memory", arguments.memory),
+            training_tokens=_counts("--training-tokens", arguments.training_tokens)
+            or (ALL_TRAINING_TOKENS if arguments.all else ()),
+            sweeps=arguments.sweeps or arguments.all,
+            memory=_counts("--memory", arguments.memory) or (ALL_MEMORY if arguments.all else ()),
+            overheads=arguments.overheads or arguments.all,
             simulate_cores=arguments.simulate_cores,
             json=arguments.json,
             plot=arguments.plot,
@@ -83,6 +88,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sweeps", action="store_true", help="also by length of documents and by length of rows")
     parser.add_argument("--memory", default="", help="also peak memory at so many tokens a row, as 8192,65536")
+    parser.add_argument("--overheads", action="store_true", help="also small calls, layout and threads")
+    parser.add_argument(
+        "--all", action="store_true", help="all of these but --simulate-cores, as in docs/performance.md"
+    )
     parser.add_argument("--simulate-cores", type=int, default=None, help="also the schedule on so many cores")
     parser.add_argument("--json", type=Path, default=None, help="file for every number")
     parser.add_argument("--plot", type=Path, default=None, help="folder for plots (PNG)")

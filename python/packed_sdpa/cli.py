@@ -61,7 +61,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     _add_documents(parser)
     parser.add_argument("--model", type=Path, help="config.json or model folder, local only (default: a small Llama)")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens in a row")
-    parser.add_argument("--steps", type=int, default=20, help="training steps of one row each")
+    parser.add_argument("--steps", type=int, default=16, help="training steps of one row each")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and activations"
     )

@@ -42,7 +42,7 @@ class DemoOptions:
     text_field: str = "text"
     model: Path | None = None
     seq_len: int = 4096
-    steps: int = 20
+    steps: int = 16
     dtype: str = "float32"
     out: Path = Path("demo_out")
     learning_rate: float = 2e-3
@@ -156,6 +156,8 @@ def _run_half(job_file: Path, title: str, steps: int, console: Console) -> HalfR
                 rate = message["tokens"] / message["seconds"]
                 state = f"loss {message['loss']:.3f}  {message['seconds']:.2f} s/step  {rate:,.0f} tokens/s"
                 progress.update(task, completed=message["step"], state=state)
+                if not console.is_interactive:
+                    console.print(f"{title:<12} step {message['step']}/{steps}  {state}", highlight=False)
             if "result" in message:
                 half.proofs = message["result"]
                 half.peak_rss_mb = half.proofs.pop("peak_rss_mb")
@@ -164,7 +166,13 @@ def _run_half(job_file: Path, title: str, steps: int, console: Console) -> HalfR
 
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn())
-    return Progress(*columns, TextColumn("{task.fields[state]}"), TimeRemainingColumn(), console=console)
+    return Progress(
+        *columns,
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_interactive,
+    )
 
 
 def _messages(job_file: Path) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packed_sdpa.armed import ArmedDocuments
 from packed_sdpa.layout import PackedLayout
 
 OWN_KEYWORDS = ("doc_ids", "_packed_seq_ids")
@@ -29,8 +30,7 @@ SOURCE_KEYWORDS = (*OWN_KEYWORDS, "seq_idx", "cu_seq_lens_q", "attention_mask", 
 class Documents:
     """The documents of one forward: made once, read by every layer."""
 
-    layout: PackedLayout
-    doc_ids: Tensor  # int64 [B, S], host, 0 = padding
+    armed: ArmedDocuments
     source: str  # the argument that told, for messages
     _chunks: dict[int, Documents] = field(default_factory=dict, compare=False, repr=False)
 
@@ -49,8 +49,22 @@ class Documents:
         return self._chunks[size]
 
     @property
+    def doc_ids(self) -> Tensor:
+        """int64 ``[B, S]`` on the host, 0 = padding."""
+        return self.armed.doc_ids
+
+    @property
+    def layout(self) -> PackedLayout:
+        return self.armed.layout
+
+    @property
+    def backend(self) -> str:
+        return self.armed.backend
+
+    @property
     def shape(self) -> tuple[int, int]:
-        return self.doc_ids.shape[0], self.doc_ids.shape[1]
+        """(B, S)"""
+        return self.armed.batch, self.armed.rows
 
 
 @dataclass(frozen=True)
@@ -63,12 +77,8 @@ class _Claim:
 
 
 def from_doc_ids(doc_ids: Tensor, source: str = "doc_ids") -> Documents:
-    """doc_ids: integer or bool ``[B, S]`` or ``[S]``, any device. Raises as :meth:`PackedLayout.from_doc_ids`."""
-    if not isinstance(doc_ids, Tensor):
-        raise TypeError(f"{source} must be an integer tensor [B, S] or [S], got {type(doc_ids).__name__}")
-    layout = PackedLayout.from_doc_ids(doc_ids)
-    ids = doc_ids.detach().to("cpu", torch.int64, copy=True)
-    return Documents(layout, ids.reshape(layout.batch, layout.rows_k), source)
+    """doc_ids: integer or bool ``[B, S]`` or ``[S]``, any device. Raises as :class:`ArmedDocuments`."""
+    return Documents(ArmedDocuments(doc_ids), source)
 
 
 def find_documents(arguments: Mapping[str, Any], told: Any = None, told_by: str = "documents") -> Documents | None:

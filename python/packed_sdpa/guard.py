@@ -6,6 +6,7 @@ module's arounds. Copies and pickles of the module come out as the plain class, 
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import weakref
 from collections.abc import Callable
@@ -88,11 +89,14 @@ def _guarded_class(plain: type) -> type:
         return call(*args, **kwargs)
 
     def reduce_as_plain(self: nn.Module, protocol: Any) -> Any:
-        reduced = super(guarded, self).__reduce_ex__(protocol)
+        reduced = plain.__reduce_ex__(self, protocol)
         if not isinstance(reduced, tuple):
             return reduced
-        parts = [plain if part is guarded else part for part in reduced]
-        parts[1] = tuple(plain if part is guarded else part for part in reduced[1])
+        parts = list(reduced)
+        if parts[0] is copyreg.__newobj__ and parts[1] == (guarded,):
+            parts[:2] = [copyreg._reconstructor, (plain, object, None)]  # type: ignore[attr-defined]
+        else:
+            parts[1] = tuple(plain if part is guarded else part for part in parts[1])
         if len(parts) > 2 and isinstance(parts[2], dict):
             parts[2] = _without_ours(parts[2])
         return tuple(parts)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from packed_sdpa._library import ops
+from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.documents import Documents, from_doc_ids
 from packed_sdpa.functional import attention_on_tensors
 from packed_sdpa.layout import LayoutTensors
@@ -49,11 +50,12 @@ class DocumentMask(NamedTuple):
     layout: LayoutTensors
     is_causal: bool
     window_size: tuple[int, int]
+    backend: str
     ledger: Ledger
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TypeError(
+        raise RuntimeError(  # a TypeError of an operator would lose its text
             f"packed_sdpa: {getattr(func, '__name__', func)} was given the documents in the place of an attention "
             "mask: a layer of this model computes attention itself, not through Transformers' attention interface; "
             "use packed_sdpa.attach(model, route='hooks'), or detach"
@@ -155,7 +157,8 @@ def document_mask(
     if rule.chunk_size:
         documents = documents.in_chunks(rule.chunk_size)
     _audit(masking, scope, documents, rule, others, mask_function, device, kwargs)
-    return DocumentMask(documents.layout.tensors(device), rule.is_causal, rule.window_size, ledger)
+    tensors = documents.layout.tensors(device)
+    return DocumentMask(tensors, rule.is_causal, rule.window_size, documents.backend, ledger)
 
 
 _UNATTACHED = Ledger()  # counts calls of models that use the name without attach
@@ -169,7 +172,7 @@ def _documents_outside_attach(mask_function: Callable, attention_mask: Tensor | 
             if attention_mask is not None:
                 ids = ids.masked_fill(attention_mask == 0, 0)
             return from_doc_ids(ids, "position_ids")
-    return None
+    return documents_armed_by_hand()
 
 
 def _audit(
@@ -200,13 +203,13 @@ def _audit(
                 device=device,
             )
 
-        pair = differing_pair(documents, rule, visible, device)
+        pair = differing_pair(documents.doc_ids, rule, visible, device)
         if pair is not None:
             named = " and ".join(others)
             raise_or_warn(on_mask, f"{model} has {named}: {describe_pair(pair, rule)}", warned)
     if scope is not None and scope.dense_mask is not None and on_mask != "ignore":
         mask = scope.dense_mask.to(device)
-        pair = differing_pair(documents, rule, dense_mask_visible(mask, documents), device)
+        pair = differing_pair(documents.doc_ids, rule, dense_mask_visible(mask, documents.shape[1]), device)
         if pair is not None:
             raise_or_warn(on_mask, f"attention_mask was given dense: {describe_pair(pair, rule)}", warned)
 
@@ -355,6 +358,7 @@ def document_attention(
         window_size=attention_mask.window_size,
         scale=scaling,
         dropout_p=dropout,
+        backend=attention_mask.backend,
     )
     if not torch.compiler.is_compiling():
         _count_taken(module, query, key, value, attention_mask, dropout)
@@ -369,7 +373,9 @@ def _count_taken(
     call = (query.device, query.dtype, heads, dropout > 0, mask.is_causal, mask.window_size)
     name = ledger.backend_names.get(call)
     if name is None:
-        rows = ops.explain(query, key, value, list(mask.layout), mask.is_causal, *mask.window_size, dropout, "auto")
+        rows = ops.explain(
+            query, key, value, list(mask.layout), mask.is_causal, *mask.window_size, dropout, mask.backend
+        )
         name = next((row[0] for row in rows if row[1] == "1"), "none")
         ledger.backend_names[call] = name
     ledger.record(module).count_taken(name, mask.window_size)
@@ -435,6 +441,23 @@ def why_no_sdpa(model: nn.Module, attention: nn.Module) -> str:
     if getattr(config, "alibi", False):
         return "it has ALiBi"
     return "it has attention that only eager computes"
+
+
+def window_of(attention: nn.Module) -> tuple[int, int] | None:
+    """window_size of a Transformers attention module that is hooked; None for another's, whose attributes tell.
+
+    The layer's type in the config comes first: some models set ``sliding_window`` on layers of full attention too.
+    """
+    config: Any = getattr(attention, "config", None)
+    if not hasattr(config, "_attn_implementation"):
+        return None
+    window = getattr(config, "sliding_window", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(attention, "layer_idx", None)
+    if kinds is not None and layer is not None:
+        window = window if kinds[layer] == "sliding_attention" else None
+    elif hasattr(attention, "sliding_window"):
+        window = attention.sliding_window
+    return (window - 1, 0) if isinstance(window, int) and window > 0 else (-1, -1)
 
 
 def switch_implementation(config: Any) -> Callable[[], None]:

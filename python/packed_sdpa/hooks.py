@@ -1,11 +1,13 @@
 """Hooks on attention modules, and the scope of one outer forward. Internal; what other modules of the package use:
 
-``hook_attention(module, record, *, attachment=None, window_size=None) -> unhook``
+``hook_attention(module, record, *, attachment=None, window_size=None, audit=None) -> unhook``
     While ``module`` runs (called, or its ``forward`` called directly), and only in that thread, attention calls go to
     the packed function: taken when the documents in force fit, else passed through to stock; ``record`` counts each as
     taken or passed with its reason. A module with ``is_causal = False`` is passed through; its ``sliding_window = W``
     becomes the window ``(W - 1, 0)`` unless ``window_size`` gives one. ``attachment`` names whose forward scopes the
-    module listens to; without one only the armed state counts. ``unhook()`` leaves the module as it was found.
+    module listens to; without one only the armed state counts. ``audit(documents, window_size, attn_mask, is_causal)``
+    is asked about the mask of each call that would be taken: it returns a reason to pass the call through, or None, or
+    raises. ``unhook()`` leaves the module as it was found.
 
 ``new_attachment() -> int``
     A number for one attached model.
@@ -31,7 +33,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from packed_sdpa import guard, interception
 from packed_sdpa._library import ops
@@ -53,6 +55,8 @@ __all__ = [
 
 _attachment_numbers = itertools.count(1)
 
+Audit = Callable[[ArmedDocuments, tuple[int, int], Tensor | None, bool], str | None]
+
 
 def new_attachment() -> int:
     return next(_attachment_numbers)
@@ -72,14 +76,15 @@ class AttentionHook:
         record: ModuleRecord,
         attachment: int | None,
         window_size: tuple[int, int] | None,
+        audit: Audit | None = None,
     ) -> None:
+        self.audit = audit
         self._module = weakref.ref(module)
         self.record = record
         self.attachment = attachment
         self.window_size = window_size
         self._warned: set[str] = set()
         self.hooked_at: tuple[int, int] = ops.this_place()
-        self.holds_multihead_attention = any(isinstance(part, nn.MultiheadAttention) for part in module.modules())
         self._handles = (
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, always_call=True),
@@ -101,10 +106,6 @@ class AttentionHook:
         numbers = () if module is None else (hook.attachment for hook in reversed(hooks_of(module)))
         return tuple(number for number in numbers if number is not None)
 
-    def module_is_training(self) -> bool:
-        module = self._module()
-        return module is not None and module.training
-
     def is_causal(self) -> bool:
         return getattr(self._module(), "is_causal", None) is not False
 
@@ -120,14 +121,16 @@ class AttentionHook:
 
     def passed_while_armed(self, reason: str, sizes: str) -> None:
         """Warns, once a reason. Attached models have their own way to tell."""
-        if self.attachment is not None or reason in self._warned:
+        if self.attachment is None:
+            self._warn_once(
+                f"made an attention call that was passed through to stock while documents are armed: {reason}", sizes
+            )
+
+    def _warn_once(self, cause: str, details: str = "") -> None:
+        if cause in self._warned:
             return
-        self._warned.add(reason)
-        warnings.warn(
-            f"packed_sdpa: an attention call of {self.record.name} was passed through to stock while documents are "
-            f"armed: {reason} ({sizes})",
-            stacklevel=4,
-        )
+        self._warned.add(cause)
+        warnings.warn(f"packed_sdpa: {self.record.name} {cause}{details and f' ({details})'}", stacklevel=5)
 
     # The hook pair. _after runs for every Exception; for the others the guard below does.
 
@@ -136,8 +139,14 @@ class AttentionHook:
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         frame = interception.current_frame()
-        if frame is not None and frame.hook is self:
-            interception.leave(interception.height() - 1)
+        if frame is None or frame.hook is not self:
+            return
+        interception.leave(interception.height() - 1)
+        if frame.calls == 0 and self.attachment is None and _PACKED_STATE.get() is not None:
+            self._warn_once(
+                "ran without calling scaled_dot_product_attention while documents are armed, so its attention was not "
+                "packed; make it use SDPA (attn_implementation='sdpa', need_weights=False)"
+            )
 
     # The guard.
 
@@ -177,9 +186,10 @@ def hook_attention(
     *,
     attachment: int | None = None,
     window_size: tuple[int, int] | None = None,
+    audit: Audit | None = None,
 ) -> Callable[[], None]:
     """Hooks one attention module; see the top of this file."""
-    return AttentionHook(module, record, attachment, window_size).unhook
+    return AttentionHook(module, record, attachment, window_size, audit).unhook
 
 
 def in_forward_scope(attachment: int) -> bool:

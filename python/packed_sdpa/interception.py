@@ -6,7 +6,8 @@ Two ways at once, because each misses calls that the other sees:
   ``nn.MultiheadAttention``, and what torch.compile traces). It is one for all threads, so the packed function itself
   passes calls of threads that are outside of every hooked forward through;
 - a kernel for the operator on a dispatch key that is on in this thread only (by-name imports, ``torch.ops.aten``,
-  ``functools.partial``). A TorchFunctionMode would see them too, at 90 us a hooked call.
+  ``functools.partial``, the fused operator of ``nn.MultiheadAttention`` in evaluation). A TorchFunctionMode would see
+  them too, at 90 us a hooked call, and torch itself can leave one behind when an interrupt comes.
 
 Leaving is idempotent and goes by the height of a thread's stack, so that a guard can repeat it after an interrupt at
 any point.
@@ -16,12 +17,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from packed_sdpa import _torch_private
 
@@ -29,34 +29,25 @@ if TYPE_CHECKING:
     from packed_sdpa.hooks import AttentionHook
 
 Sdpa = Callable[..., Tensor]
+T = TypeVar("T")
 
 
 class Frame:
     """One running forward of a hooked module."""
 
-    __slots__ = ("calls", "hook", "in_forward", "mode", "seen_documents")
+    __slots__ = ("calls", "hook", "in_forward")
 
     def __init__(self, hook: AttentionHook) -> None:
         self.hook = hook
         self.calls = 0  # attention calls that were seen
         self.in_forward = False  # the module's forward has begun
-        self.mode: _NoFastPath | None = None
-        self.seen_documents = False
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.outside = False  # an intercepted call is being passed through
-
-
-class _NoFastPath(TorchFunctionMode):
-    """Does nothing; while it is active, nn.MultiheadAttention takes its ordinary path, which calls SDPA."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
+        self.by_name = False  # the operator itself was called, past the attribute
 
 
 _thread = _ThreadState()
@@ -67,17 +58,26 @@ _outer: Sdpa = F.scaled_dot_product_attention  # what was there when the first t
 _before_outer: Sdpa = _torch_private.STOCK_SDPA
 
 
-def install(packed: Sdpa) -> None:
-    """Says, once, what takes SDPA's place."""
+def install(packed: Sdpa, native_multi_head_attention: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
+    """Says, once, what takes SDPA's place, and that of nn.MultiheadAttention's fused operator in evaluation."""
     global _packed
     _packed = packed
 
     def by_name(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not _thread.frames or _thread.outside:
             return without_catching(_torch_private.STOCK_SDPA, query, key, value, *args, **kwargs)
-        return packed(query, key, value, *args, **kwargs)
+        _thread.by_name = True
+        try:
+            return packed(query, key, value, *args, **kwargs)
+        finally:
+            _thread.by_name = False
 
-    _torch_private.catch_sdpa_operator(by_name)
+    def native(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if not _thread.frames:
+            return without_catching(_torch_private.NATIVE_MULTI_HEAD_ATTENTION, *args, **kwargs)
+        return native_multi_head_attention(*args, **kwargs)
+
+    _torch_private.catch_operators({"scaled_dot_product_attention": by_name, "_native_multi_head_attention": native})
 
 
 def current_frame() -> Frame | None:
@@ -112,9 +112,6 @@ def enter(hook: AttentionHook) -> Frame:
                 F.scaled_dot_product_attention = _packed  # type: ignore[assignment]
     if not torch.compiler.is_compiling():
         _torch_private.set_catching(True)
-        if hook.holds_multihead_attention and not hook.module_is_training():
-            frame.mode = _NoFastPath()
-            frame.mode.__enter__()
     return frame
 
 
@@ -122,12 +119,10 @@ def leave(down_to: int) -> None:
     """Ends this thread's hooked forwards above a height; those that have ended already are no matter."""
     frames = _thread.frames
     while len(frames) > down_to:
-        frame = frames[-1]
-        if frame.mode is not None and _torch_private.newest_function_mode() is frame.mode:
-            frame.mode.__exit__(None, None, None)
         frames.pop()
     if frames or down_to > 0:
         return
+    _thread.outside = _thread.by_name = False
     if not torch.compiler.is_compiling():
         _torch_private.set_catching(False)
     thread = threading.get_ident()
@@ -138,7 +133,7 @@ def leave(down_to: int) -> None:
             _inside.discard(thread)
 
 
-def without_catching(function: Sdpa, *args: Any, **kwargs: Any) -> Tensor:
+def without_catching(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     catching = _torch_private.is_catching()
     if catching:
         _torch_private.set_catching(False)
@@ -150,15 +145,19 @@ def without_catching(function: Sdpa, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def call_outside(*args: Any, **kwargs: Any) -> Tensor:
-    """Calls what F.scaled_dot_product_attention is outside of hooked forwards."""
-    if _thread.outside:  # a patch of somebody else that calls the packed function as the original
-        return without_catching(
-            _before_outer if _before_outer is not _packed else _torch_private.STOCK_SDPA, *args, **kwargs
-        )
-    current = F.scaled_dot_product_attention
-    outer = current if current is not _packed else _outer
+    """Calls what F.scaled_dot_product_attention is outside of hooked forwards, or the operator that was asked for."""
+    outer = _outside_of(F.scaled_dot_product_attention)
+    was_outside = _thread.outside
     _thread.outside = True
     try:
         return without_catching(outer, *args, **kwargs)
     finally:
-        _thread.outside = False
+        _thread.outside = was_outside
+
+
+def _outside_of(current: Sdpa) -> Sdpa:
+    if _thread.by_name:
+        return _torch_private.STOCK_SDPA
+    if _thread.outside:  # somebody's patch calls the packed function, which it took for the original
+        return _before_outer if _before_outer is not _packed else _torch_private.STOCK_SDPA
+    return _outer if _thread.frames or current is _packed else current

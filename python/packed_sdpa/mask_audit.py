@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from packed_sdpa.documents import Documents
+from packed_sdpa.armed import ArmedDocuments
 
 _CHUNK_ELEMENTS = 1 << 20  # pairs looked at together: a chunk of rows, never S x S
 
@@ -35,19 +35,23 @@ class MaskRule:
 
 
 def differing_pair(
-    documents: Documents, rule: MaskRule, visible: Callable[[int, int], Tensor], device: torch.device
+    doc_ids: Tensor,
+    rule: MaskRule,
+    visible: Callable[[int, int], Tensor],
+    device: torch.device,
+    rows: list[tuple[int, int]] | None = None,
 ) -> tuple[int, int, int, bool] | None:
     """First (b, i, j, seen by the model's mask) inside a document where mask and rule differ, or None.
 
+    doc_ids: ``[B, S]``. rows: which to look at, ``(begin, end)`` each; None all, in chunks.
     visible: rows ``begin, end`` -> bool ``[B or 1, H or 1, end - begin, S]``, True where the model's mask lets see.
     """
-    ids = documents.doc_ids.to(device)
+    ids = doc_ids.to(device)
     batch, size = ids.shape
     keys = torch.arange(size, device=device)
     step = max(1, _CHUNK_ELEMENTS // max(1, batch * size))
     left, right = rule.window_size
-    for begin in range(0, size, step):
-        end = min(size, begin + step)
+    for begin, end in rows or [(row, min(size, row + step)) for row in range(0, size, step)]:
         queries = keys[begin:end, None]
         want = torch.ones(end - begin, size, dtype=torch.bool, device=device)
         if rule.is_causal:
@@ -66,13 +70,12 @@ def differing_pair(
     return None
 
 
-def dense_mask_visible(mask: Tensor, documents: Documents) -> Callable[[int, int], Tensor]:
-    """Rows of a dense mask ``[B or 1, (H or 1,) S, S]``: bool, or additive with 0 (see) and a large negative (not).
+def dense_mask_visible(mask: Tensor, size: int) -> Callable[[int, int], Tensor]:
+    """Rows of a dense mask ``[(B or 1, (H or 1,)) S, S]``: bool, or additive with 0 (see) and a large negative (not).
 
     Raises :class:`MaskNotHonouredError` when an additive mask holds other values: it is a bias.
     """
-    dense = mask if mask.dim() == 4 else mask.unsqueeze(1)
-    size = documents.shape[1]
+    dense = mask if mask.dim() == 4 else mask.unsqueeze(1) if mask.dim() == 3 else mask[None, None]
     if tuple(dense.shape[-2:]) != (size, size):
         raise MaskNotHonouredError(
             f"attention_mask has shape {list(mask.shape)} but the documents are of {size} tokens; pass a mask of those "
@@ -94,6 +97,58 @@ def dense_mask_visible(mask: Tensor, documents: Documents) -> Callable[[int, int
         return ~shut
 
     return visible
+
+
+class DenseMaskAudit:
+    """Looks at the masks of hooked attention calls: all rows of a kind of mask when first seen, later a sample.
+
+    A call with no mask and ``is_causal=False`` is not a decoder's: the reason to pass it through is returned.
+    """
+
+    def __init__(self, on_mask: str, warned: set[str]) -> None:
+        self._on_mask = on_mask
+        self._warned = warned
+        self._kinds: set[tuple] = set()  # kinds of masks that were looked at whole
+        self._latest: tuple = ()  # the mask that was looked at last: layers share it
+
+    def __call__(
+        self, documents: ArmedDocuments, window_size: tuple[int, int], mask: Tensor | None, is_causal: bool
+    ) -> str | None:
+        if mask is None:
+            return None if is_causal or documents.rows == 1 else NOT_CAUSAL_CALL
+        if self._on_mask == "ignore":
+            return None
+        this = (mask.data_ptr(), mask._version, mask.shape, documents.id, window_size)
+        if this == self._latest:
+            return None
+        kind = (mask.dtype, mask.device, mask.dim(), window_size)
+        rule = MaskRule(True, window_size)
+        ids, rows = documents.doc_ids, None if kind not in self._kinds else _sample(documents.rows)
+        try:
+            visible = dense_mask_visible(mask, documents.rows)
+            pair = differing_pair(ids, rule, visible, mask.device, rows)
+        except MaskNotHonouredError as error:
+            raise_or_warn(self._on_mask, str(error), self._warned)
+            return None
+        if pair is not None:
+            raise_or_warn(self._on_mask, f"attn_mask: {describe_pair(pair, rule)}", self._warned)
+        self._kinds.add(kind)
+        self._latest = this
+        return None
+
+
+NOT_CAUSAL_CALL = "the call is not causal: is_causal=False and no mask"
+_SAMPLED_ROWS = 16
+
+
+def _sample(size: int) -> list[tuple[int, int]]:
+    """Rows ``(begin, end)`` spread over a mask, other ones each time."""
+    step = max(1, size // _SAMPLED_ROWS)
+    first = int(torch.randint(step, (1,), generator=_GENERATOR))
+    return [(row, row + 1) for row in range(first, size, step)]
+
+
+_GENERATOR = torch.Generator()  # not the default one: an audit draws no random number of the training
 
 
 def raise_or_warn(on_mask: str, message: str, warned: set[str]) -> None:

@@ -60,8 +60,8 @@ def survey(model: nn.Module, route: str, matches: Callable[[str, nn.Module], boo
         for owner in owners[name]:
             if not hf.supports_sdpa(owner):
                 raise ValueError(
-                    f"{type(owner).__name__} does not support sdpa in Transformers ({hf.why_no_sdpa(owner, module)}), so "
-                    "packed attention cannot take its place; train it unpacked"
+                    f"{type(owner).__name__} does not support sdpa in Transformers "
+                    f"({hf.why_no_sdpa(owner, module)}), so packed attention cannot take its place; train it unpacked"
                 )
         for part in (*owners[name], module):
             if part.config not in _Identity(found.configs):
@@ -141,6 +141,11 @@ def _outer_forwards(modules: dict[str, nn.Module], attention: list[str]) -> list
     return list(dict.fromkeys(outer.values()))
 
 
+def leaking_layers(model: nn.Module) -> list[str]:
+    """Names of the layers of a model that mix tokens without attention."""
+    return _leaking(dict(model.named_modules()))
+
+
 def _leaking(modules: dict[str, nn.Module]) -> list[str]:
     """Layers that mix neighbouring tokens without attention, by class name or by a convolution over tokens in them."""
     names: list[str] = []
@@ -170,7 +175,7 @@ def _nothing_found(model: nn.Module, modules: dict[str, nn.Module], interface: l
     like = [
         f"{name} ({type(module).__name__})"
         for name, module in modules.items()
-        if name and _looks_like_attention(name, module)
+        if name and looks_like_attention(name, module)
     ]
     saw = "; it has no attention-like modules either" if not like else f"; attention-like modules it has: {few(like)}"
     what = f"model: {type(model).__name__} has no attention modules that route={route!r} can take"
@@ -182,8 +187,8 @@ def _nothing_found(model: nn.Module, modules: dict[str, nn.Module], interface: l
     return f"{what}{saw}; {cure}"
 
 
-def _looks_like_attention(name: str, module: nn.Module) -> bool:
-    if _MIXES_NO_TOKENS.search(type(module).__name__):
+def looks_like_attention(name: str, module: nn.Module) -> bool:
+    if re.search(r"Norm|Dropout|Embedding", type(module).__name__):
         return False
     named = _ATTENTION_LIKE.search(name.split(".")[-1]) and next(module.parameters(), None) is not None
     return bool(named or _ATTENTION_LIKE.search(type(module).__name__))

@@ -6,9 +6,10 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packed_sdpa import interception
+from packed_sdpa import _torch_private, interception
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_for_recompute
 from packed_sdpa.functional import attention_on_tensors
@@ -96,6 +97,9 @@ def _packed_varlen_sdpa(
         matched = _match_heads(query, key, value, enable_gqa)
         if matched is None or not _one_kind(query, key, value):
             reason = REFUSED
+    if reason is None and frame is not None and frame.hook.audit is not None and not torch.compiler.is_compiling():
+        assert documents is not None
+        reason = frame.hook.audit(documents, frame.hook.window(), attn_mask, is_causal)
     if reason is not None:
         output = _pass_through(
             frame, reason, documents, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -120,7 +124,39 @@ def _packed_varlen_sdpa(
     return output
 
 
-interception.install(_packed_varlen_sdpa)
+def _packed_multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    mask: Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``aten::_native_multi_head_attention`` within a hooked module: self-attention of ``[B, S, E]``, without grad."""
+    if not need_weights and not query.is_nested and query is key and key is value:
+        heads = F.linear(query, qkv_weight, qkv_bias).unflatten(-1, (3, num_head, -1)).permute(2, 0, 3, 1, 4)
+        frame = interception.current_frame()
+        assert frame is not None
+        documents = frame.hook.documents() if frame.hook.is_causal() else None
+        if documents is not None and _mismatch(documents, *heads) is None:
+            return F.linear(_packed_varlen_sdpa(*heads).transpose(1, 2).flatten(-2), proj_weight, proj_bias), None
+        frame.calls += 1
+        _count_passed(frame, UNARMED if documents is None else OTHER_LENGTH, documents, *heads)
+    return interception.without_catching(
+        _torch_private.NATIVE_MULTI_HEAD_ATTENTION,
+        *(query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask),
+        *(need_weights, average_attn_weights, mask_type),
+    )
+
+
+interception.install(_packed_varlen_sdpa, _packed_multi_head_attention)
 
 
 def _reason_without_documents(frame: Frame | None, query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -195,9 +231,7 @@ def _pass_through(
 ) -> Tensor:
     attn_mask, dropout_p, is_causal, scale, enable_gqa = rest
     if frame is not None:
-        frame.hook.record.count_passed(reason)
-        if documents is not None:
-            frame.hook.passed_while_armed(reason, _sizes(documents, query, key, value))
+        _count_passed(frame, reason, documents, query, key, value)
     output = interception.call_outside(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -207,6 +241,14 @@ def _pass_through(
             f"packed; got {_kinds(query, key, value)}; convert them, or disarm"
         )
     return output
+
+
+def _count_passed(
+    frame: Frame, reason: str, documents: ArmedDocuments | None, query: Tensor, key: Tensor, value: Tensor
+) -> None:
+    frame.hook.record.count_passed(reason)
+    if documents is not None:
+        frame.hook.passed_while_armed(reason, _sizes(documents, query, key, value))
 
 
 def _kinds(*operands: Tensor) -> str:

@@ -118,3 +118,117 @@ def plot_packed_rows(path: Path, rows: PackedRows, most: int = 48) -> Path:
         axis.grid(visible=False)
         axis.yaxis.get_major_locator().set_params(integer=True)
     return path
+
+
+_CONTENDER_STYLES: dict[str, dict[str, Any]] = {
+    "packed_sdpa": {"label": "packed_sdpa", "color": PACKED_COLOR, "linewidth": 2.6, "marker": "o"},
+    "loop_expanded": {"label": "SDPA a document, K/V expanded", "color": "#e0903f", "marker": "s"},
+    "loop_gqa": {"label": "SDPA a document, enable_gqa", "color": "#c9a83c", "marker": "^"},
+    "dense": {"label": "SDPA, dense mask", "color": STOCK_COLOR, "marker": "D"},
+    "flex": {"label": "FlexAttention, compiled", "color": "#4a9d6e", "marker": "v"},
+    "torch.mm": {"label": "torch.mm 2048", "color": "#999999", "linestyle": "--"},
+}
+
+
+def _draw_lines(axis: Any, lines: dict[str, list[tuple[float, float]]]) -> None:
+    for name, style in _CONTENDER_STYLES.items():
+        if lines.get(name):
+            across, up = zip(*lines[name], strict=True)
+            axis.plot(across, up, **{"markersize": 5, "linewidth": 1.6, **style})
+
+
+def _powers_of_two(axis: Any, values: Sequence[float]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(values, [f"{value:,.0f}" for value in values], rotation=30 if len(values) > 5 else 0)
+    axis.minorticks_off()
+
+
+def _pick(rows: Sequence[dict[str, Any]], dtype: str, step: str) -> list[dict[str, Any]]:
+    return [row for row in rows if "seconds" in row and row["dtype"] == dtype and row["pass"] == step]
+
+
+def _panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(dtype, pass) of each panel: of each dtype forward and backward together, where that was measured."""
+    measured = [row for row in rows if "seconds" in row]
+    return [
+        (dtype, max(row["pass"] for row in measured if row["dtype"] == dtype))
+        for dtype in dict.fromkeys(row["dtype"] for row in measured)
+    ]
+
+
+def plot_kernels(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Useful GFLOP/s of each case as groups of bars, a panel a dtype. rows: of the benchmark's ``kernels``."""
+    panels = _panels(rows)
+    with _figure(path, 9, 3.6 * len(panels), rows=len(panels), squeeze=False) as axes:
+        for axis, (dtype, step) in zip(axes[:, 0], panels, strict=True):
+            speed = {(row["case"], row["contender"]): row["gflops"] for row in _pick(rows, dtype, step)}
+            cases = list(dict.fromkeys(case for case, _ in speed))
+            names = [name for name in _CONTENDER_STYLES if any((case, name) in speed for case in cases)]
+            width = 0.84 / len(names)
+            for place, name in enumerate(names):
+                style = _CONTENDER_STYLES[name]
+                spots = [index + (place - (len(names) - 1) / 2) * width for index in range(len(cases))]
+                heights = [speed.get((case, name), 0.0) for case in cases]
+                axis.bar(spots, heights, width=width * 0.92, color=style["color"], label=style["label"])
+            axis.set_xticks(range(len(cases)), cases)
+            axis.set_yscale("log")
+            axis.set_title(f"{dtype}, {step}")
+            axis.set_ylabel("useful GFLOP/s")
+        axes[0][0].legend(fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.12))
+    return path
+
+
+def plot_speed_by_length(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Useful GFLOP/s by mean document length, a panel a dtype. rows: of the benchmark's ``by_document_length``."""
+    panels = _panels(rows)
+    with _figure(path, 6.2 * len(panels), 4.8, columns=len(panels), squeeze=False) as axes:
+        for axis, (dtype, step) in zip(axes[0], panels, strict=True):
+            chosen = _pick(rows, dtype, step)
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in chosen:
+                lines.setdefault(row["contender"], []).append((float(row["case"].split()[1]), row["gflops"]))
+            _draw_lines(axis, lines)
+            _powers_of_two(axis, sorted({length for line in lines.values() for length, _ in line}))
+            axis.set_yscale("log")
+            axis.set_title(f"{dtype}, {step}")
+            axis.set_xlabel("mean length of a document, tokens")
+            axis.set_ylabel("useful GFLOP/s")
+        axes[0][0].legend(fontsize=9)
+    return path
+
+
+def plot_cost_per_token(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Microseconds a token by row length, a panel a dtype. rows: of the benchmark's ``by_row_length``."""
+    panels = _panels(rows)
+    with _figure(path, 6.2 * len(panels), 4.8, columns=len(panels), squeeze=False) as axes:
+        for axis, (dtype, step) in zip(axes[0], panels, strict=True):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in _pick(rows, dtype, step):
+                size = float(row["case"].split()[1])
+                if row["contender"] != "torch.mm":
+                    lines.setdefault(row["contender"], []).append((size, row["seconds"] / size * 1e6))
+            _draw_lines(axis, lines)
+            _powers_of_two(axis, sorted({size for line in lines.values() for size, _ in line}))
+            axis.set_yscale("log")
+            axis.set_title(f"{dtype}, {step}: documents of mean 512")
+            axis.set_xlabel("tokens in the row")
+            axis.set_ylabel("microseconds a token")
+        axes[0][0].legend(fontsize=9)
+    return path
+
+
+def plot_memory(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Extra peak memory by row length. rows: of the benchmark's ``memory``."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if "extra_peak_mib" in row:
+            lines.setdefault(row["contender"], []).append((row["seq_len"], max(row["extra_peak_mib"], 0.1)))
+    with _figure(path, 6.6, 4.8) as axis:
+        _draw_lines(axis, lines)
+        _powers_of_two(axis, sorted({size for line in lines.values() for size, _ in line}))
+        axis.set_yscale("log")
+        axis.set_title("Peak memory beyond inputs, outputs and gradients")
+        axis.set_xlabel("tokens in the row")
+        axis.set_ylabel("MiB")
+        axis.legend(fontsize=9)
+    return path

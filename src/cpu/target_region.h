@@ -30,3 +30,5 @@
 #endif
 
 #define PACKED_SDPA_INLINE inline __attribute__((always_inline))
+// The phases of a kernel stay functions of their own, so that a profile names them.
+#define PACKED_SDPA_PHASE inline __attribute__((noinline))

@@ -49,26 +49,29 @@ std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, in
         // Causal forward: late query blocks see the most keys, so they come first. Backward: key block 0 is seen by
         // the most queries, and block j adds to dQ after block j - 1.
         const int32_t block = split_by == SplitBy::kQueries ? static_cast<int32_t>(blocks) - 1 - i : i;
-        items.push_back({d, d + 1, head, block});
+        items.push_back({d, d + 1, head, head + 1, block});
       }
     }
   }
-  for (int32_t head = 0; head < num_kv_heads; ++head) {
-    for (int32_t first = 0; first < num_documents;) {
-      int64_t size = size_of(documents[static_cast<size_t>(first)]);
-      if (size > block_size) {
-        ++first;
-        continue;
-      }
-      int32_t last = first + 1;
-      while (last < num_documents) {
-        size += std::max<int64_t>(1, size_of(documents[static_cast<size_t>(last)]));
-        if (size > block_size) break;
-        ++last;
-      }
-      items.push_back({first, last, head, 0});
-      first = last;
+  const int64_t run_size = std::max<int64_t>(1, block_size / num_kv_heads);
+  for (int32_t first = 0; first < num_documents;) {
+    int64_t size = std::max<int64_t>(1, size_of(documents[static_cast<size_t>(first)]));
+    if (size > block_size) {
+      ++first;
+      continue;
     }
+    int32_t last = first + 1;
+    while (last < num_documents) {
+      const int64_t next = std::max<int64_t>(1, size_of(documents[static_cast<size_t>(last)]));
+      if (size + next > run_size) break;
+      size += next;
+      ++last;
+    }
+    const int32_t heads = static_cast<int32_t>(std::clamp<int64_t>(block_size / size, 1, num_kv_heads));
+    for (int32_t head = 0; head < num_kv_heads; head += heads) {
+      items.push_back({first, last, head, std::min(head + heads, static_cast<int32_t>(num_kv_heads)), 0});
+    }
+    first = last;
   }
   return items;
 }

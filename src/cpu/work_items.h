@@ -17,19 +17,22 @@
 
 namespace packed_sdpa::cpu {
 
-// Either one block (of queries in forward, of keys in backward) of one long document, or a run of whole short ones.
+// Either one block (of queries in forward, of keys in backward) of one long document and one key/value head, or a run
+// of whole short documents and one or more heads.
 struct WorkItem {
   int32_t first_document = 0;
   int32_t last_document = 0;  // exclusive
-  int32_t kv_head = 0;
+  int32_t first_kv_head = 0;
+  int32_t last_kv_head = 0;  // exclusive
   int32_t block = 0;
 };
 
 enum class SplitBy : int8_t { kQueries, kKeys };
 
-// Documents longer than block_size (in queries or keys) are cut into blocks; shorter ones stay whole, and neighbours
-// share an item while their sizes sum to at most block_size. Long documents come first, each block after block, so
-// that the tail of a call is made of small items.
+// Documents longer than block_size (in queries or keys) are cut into blocks; shorter ones stay whole and share an item
+// with their neighbours, and with the other key/value heads, up to the size of a block: the heads of a token lie side by
+// side in memory, so going through them together meets each page once. Long documents come first, so that the tail of
+// a call is made of small items.
 std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, int64_t num_kv_heads,
                                       SplitBy split_by, int64_t block_size);
 

@@ -83,9 +83,9 @@ Dense dense(const Problem& problem, bool backward, const Rounding& rounded) {
   Dense result;
   result.out.assign(static_cast<size_t>(batch * s.num_heads * rows_q * s.head_dim_v), 0.0);
   result.lse.assign(static_cast<size_t>(batch * s.num_heads * rows_q), -kInfinity);
-  result.grad_query.assign(static_cast<size_t>(batch * s.num_heads * rows_q * s.head_dim), 0.0);
-  result.grad_key.assign(static_cast<size_t>(batch * s.num_kv_heads * rows_k * s.head_dim), 0.0);
-  result.grad_value.assign(static_cast<size_t>(batch * s.num_kv_heads * rows_k * s.head_dim_v), 0.0);
+  std::vector<Real> grad_query(static_cast<size_t>(batch * s.num_heads * rows_q * s.head_dim));
+  std::vector<Real> grad_key(static_cast<size_t>(batch * s.num_kv_heads * rows_k * s.head_dim));
+  std::vector<Real> grad_value(static_cast<size_t>(batch * s.num_kv_heads * rows_k * s.head_dim_v));
   const Real scale = static_cast<Real>(s.scale);
   std::vector<int64_t> keys;
   std::vector<Real> p(static_cast<size_t>(rows_k));
@@ -134,24 +134,28 @@ Dense dense(const Problem& problem, bool backward, const Rounding& rounded) {
           for (int64_t e = 0; e < s.head_dim_v; ++e) {
             grad_p += static_cast<Real>(problem.grad_out.get(b, h, i, e)) *
                       static_cast<Real>(problem.value.get(b, kv, j, e));
-            result.grad_value[static_cast<size_t>(((b * s.num_kv_heads + kv) * rows_k + j) * s.head_dim_v + e)] +=
-                static_cast<double>(p[n] * factor) * problem.grad_out.get(b, h, i, e);
+            grad_value[static_cast<size_t>(((b * s.num_kv_heads + kv) * rows_k + j) * s.head_dim_v + e)] +=
+                p[n] * factor * static_cast<Real>(problem.grad_out.get(b, h, i, e));
           }
           grad_p = static_cast<Real>(rounded(static_cast<double>(grad_p * factor)));
-          const double grad_s = rounded(static_cast<double>(p[n] * (grad_p - static_cast<Real>(delta)))) * s.scale;
+          const Real grad_s =
+              static_cast<Real>(rounded(static_cast<double>(p[n] * (grad_p - static_cast<Real>(delta))))) * scale;
           for (int64_t d = 0; d < s.head_dim; ++d) {
-            result.grad_query[row * static_cast<size_t>(s.head_dim) + static_cast<size_t>(d)] +=
-                grad_s * problem.key.get(b, kv, j, d);
-            result.grad_key[static_cast<size_t>(((b * s.num_kv_heads + kv) * rows_k + j) * s.head_dim + d)] +=
-                grad_s * problem.query.get(b, h, i, d);
+            grad_query[row * static_cast<size_t>(s.head_dim) + static_cast<size_t>(d)] +=
+                grad_s * static_cast<Real>(problem.key.get(b, kv, j, d));
+            grad_key[static_cast<size_t>(((b * s.num_kv_heads + kv) * rows_k + j) * s.head_dim + d)] +=
+                grad_s * static_cast<Real>(problem.query.get(b, h, i, d));
           }
         }
       }
     }
   }
-  for (std::vector<double>* grad : {&result.grad_query, &result.grad_key, &result.grad_value}) {
-    for (double& value : *grad) value = rounded(value);
-  }
+  const auto finish = [&rounded](const std::vector<Real>& sums, std::vector<double>* target) {
+    for (const Real sum : sums) target->push_back(rounded(static_cast<double>(sum)));
+  };
+  finish(grad_query, &result.grad_query);
+  finish(grad_key, &result.grad_key);
+  finish(grad_value, &result.grad_value);
   return result;
 }
 

@@ -28,12 +28,14 @@ _SMALL = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """``hooks``: its attention modules are named self_attn. ``causal``: else every token sees its whole document."""
+    """``hooks``: its attention modules are named self_attn. ``interface``: it is on Transformers' attention interface.
+    ``causal``: else every token sees its whole document."""
 
     model: str
     config: str
     changes: dict
     hooks: bool = True
+    interface: bool = True
     causal: bool = True
 
     def make(self, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: object) -> torch.nn.Module:
@@ -126,6 +128,39 @@ ARCHITECTURES = {
         },
     ),
     "opt": Architecture("OPTForCausalLM", "OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "falcon": Architecture(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+        hooks=False,
+        interface=False,
+    ),
+    "llama4": Architecture(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "intermediate_size_mlp": 48,
+            "attn_temperature_tuning": False,
+        },
+        hooks=False,  # the hooks route refuses its chunks
+    ),
+    "gpt_bigcode": Architecture(
+        "GPTBigCodeForCausalLM",
+        "GPTBigCodeConfig",
+        {"n_embd": 32, "n_head": 4, "n_layer": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+        hooks=False,
+    ),
+    "exaone4": Architecture(
+        "Exaone4ForCausalLM",
+        "Exaone4Config",
+        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "modernbert": Architecture(
         "ModernBertForMaskedLM",
         "ModernBertConfig",

@@ -289,7 +289,7 @@ def test_armed_and_found_documents_must_agree(llama, batch):
     try:
         with (
             packed_sdpa.attach(llama),
-            pytest.raises(ValueError, match=r"position_ids and the doc_ids given to arm\(\)"),
+            pytest.raises(ValueError, match=r"position_ids and the armed doc_ids"),
         ):
             llama(**batch)
     finally:
@@ -306,11 +306,11 @@ def test_armed_and_found_documents_must_agree(llama, batch):
     ],
 )
 def test_arm_refuses_and_arms_nothing(ids, error):
-    from packed_sdpa.arming import armed_documents
+    from packed_sdpa.state import _PACKED_STATE
 
     with pytest.raises(error, match="doc_ids"):
         packed_sdpa.arm(ids)
-    assert armed_documents() is None
+    assert _PACKED_STATE.get() is None
 
 
 # ---- how it ends
@@ -507,7 +507,7 @@ def test_a_failing_attach_is_undone(llama, monkeypatch):
     module = sys.modules["packed_sdpa.attach"]
     before = state_of(llama)
     calls = []
-    real = module.wrap
+    real = module.add_around
 
     def failing(target, around):
         calls.append(target)
@@ -515,7 +515,7 @@ def test_a_failing_attach_is_undone(llama, monkeypatch):
             raise KeyboardInterrupt
         return real(target, around)
 
-    monkeypatch.setattr(module, "wrap", failing)
+    monkeypatch.setattr(module, "add_around", failing)
     with pytest.raises(KeyboardInterrupt):
         packed_sdpa.attach(llama)
     monkeypatch.undo()

@@ -1,6 +1,7 @@
 """Every architecture: logits and gradients of the packed row equal each document alone in the stock model."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,12 @@ import packed_sdpa
 from hf_models import ARCHITECTURES, FIRST_EIGHT, LENGTHS, difference, each_alone, gradients, packed_batch, worst
 
 TOLERANCE = 2e-6  # of the largest value: some models normalize in float32 whatever their type
+
+
+def checkpoint_layers(model, reentrant):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the name that Transformers before 5.24 has too
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
 
 def check_equal_alone(model, batch, **options):
@@ -26,7 +33,20 @@ def check_equal_alone(model, batch, **options):
     return report
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+def named(wanted, fast=FIRST_EIGHT):
+    """Names as parameters; those that are not in ``fast`` belong to the slow tier."""
+    names = [name for name, architecture in ARCHITECTURES.items() if wanted(architecture)]
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
+INTERFACE = named(
+    lambda architecture: architecture.interface, fast=(*FIRST_EIGHT, "cohere2", "gpt_bigcode", "bert", "llama4")
+)
+INTERFACE_CHECKPOINTED = named(lambda architecture: architecture.interface)
+HOOKED = named(lambda architecture: architecture.hooks)
+
+
+@pytest.mark.parametrize("name", INTERFACE)
 def test_interface_equals_each_document_alone(name):
     model = ARCHITECTURES[name].make().train()
     report = check_equal_alone(model, packed_batch(rows=2), route="interface")
@@ -34,14 +54,39 @@ def test_interface_equals_each_document_alone(name):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", INTERFACE_CHECKPOINTED)
 def test_interface_with_gradient_checkpointing(name, reentrant):
-    if name not in FIRST_EIGHT and reentrant:
-        pytest.skip("one kind for the further architectures")
     model = ARCHITECTURES[name].make().train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_layers(model, reentrant)
     report = check_equal_alone(model, packed_batch(), route="interface")
     assert report.taken == 2 * len(report.modules)  # forward and recompute
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_equal_each_document_alone(name):
+    model = ARCHITECTURES[name].make().train()
+    report = check_equal_alone(model, packed_batch(rows=2), route="hooks")
+    assert report.passed == 0 and report.taken == len(report.modules) and report.layouts_built == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_with_gradient_checkpointing(name, reentrant):
+    model = ARCHITECTURES[name].make().train()
+    checkpoint_layers(model, reentrant)
+    report = check_equal_alone(model, packed_batch(), route="hooks")
+    assert report.taken == 2 * len(report.modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"), [("gpt2", "attn"), ("gpt_neox", "*.attention"), ("falcon", ["self_attention"])]
+)
+def test_hooks_by_match(name, match):
+    """Case 39."""
+    model = ARCHITECTURES[name].make().train()
+    with pytest.raises(ValueError, match=r"attention-like modules it has: .*(attn|attention) \("):
+        packed_sdpa.attach(model, route="hooks")
+    check_equal_alone(model, packed_batch(), route="hooks", match=match)
 
 
 @pytest.mark.parametrize("name", FIRST_EIGHT)

@@ -95,6 +95,28 @@ struct GradTile {
   int64_t key_end;
 };
 
+// Rows of queries that come after this tile.
+template <typename T>
+struct NextTile {
+  RowSource<T> query;
+  RowSource<T> out;
+  RowSource<T> grad_out;
+  int64_t first_row;
+  int64_t num_rows;
+};
+
+template <typename T>
+inline NextTile<T> next_tile(const TiledBackward& call, const Document& document, int64_t kv_head, int64_t tile) {
+  const AttentionShape& shape = call.params.shape;
+  const int64_t first_query = tile * call.queries_per_tile;
+  int64_t queries = document.num_queries - first_query;
+  if (queries > call.queries_per_tile) queries = call.queries_per_tile;
+  return {query_source<T>(call.params.query, document, kv_head, call.group, shape.head_dim),
+          query_source<T>(call.params.out, document, kv_head, call.group, shape.head_dim_v),
+          query_source<T>(call.params.grad_out, document, kv_head, call.group, shape.head_dim_v),
+          first_query * call.group, queries * call.group};
+}
+
 template <typename T>
 PACKED_SDPA_INLINE float dot_rows(const T* a, const T* b, int64_t dim) {
   Vec sums = vec_zero();
@@ -105,7 +127,7 @@ PACKED_SDPA_INLINE float dot_rows(const T* a, const T* b, int64_t dim) {
 }
 
 template <class E, typename T>
-inline void pack_query_tile(const TiledBackward& call, const Document& document, int64_t kv_head,
+PACKED_SDPA_PHASE void pack_query_tile(const TiledBackward& call, const Document& document, int64_t kv_head,
                             const BackwardBuffers<E, T>& buffers, const GradTile& tile) {
   const AttentionShape& shape = call.params.shape;
   const int64_t first_row = tile.first_query * call.group;
@@ -129,10 +151,12 @@ inline void pack_query_tile(const TiledBackward& call, const Document& document,
 
   const float* lse = static_cast<const float*>(call.params.lse);
   T* spare = buffers.spare + round_up(shape.head_dim > shape.head_dim_v ? shape.head_dim : shape.head_dim_v, 64);
+  for (int64_t r = 0; r < kPrefetchRows && r < tile.num_rows; ++r) out.prefetch(first_row + r);
   for (int64_t q = 0; q < tile.num_queries; ++q) {
     const int64_t row = document.query_row(tile.first_query + q);
     for (int64_t g = 0; g < call.group; ++g) {
       const int64_t r = q * call.group + g;
+      if (r + kPrefetchRows < tile.num_rows) out.prefetch(first_row + r + kPrefetchRows);
       buffers.delta[r] = dot_rows(out.read(first_row + r, buffers.spare), grad_out.read(first_row + r, spare),
                                   shape.head_dim_v);
       buffers.lse[r] = static_cast<float>(E::kPair == 1 ? 1.0 : kLog2E) *
@@ -160,7 +184,7 @@ inline void strip_factors(const TiledBackward& call, const Document& document, i
 // P^T and dS^T of `count` keys from `strip` on, from S^T and dP^T. dS^T gets zeros in every column of the tile that the
 // strip did not compute, because dQ^T sums over all of them.
 template <class E, typename T, class ColumnSpan>
-inline void grad_scores(const TiledBackward& call, const BackwardBuffers<E, T>& buffers, float c, int64_t strip,
+PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuffers<E, T>& buffers, float c, int64_t strip,
                         int64_t chunk, int64_t count, Span span, int64_t padded_rows, int64_t block_keys,
                         const ColumnSpan& column_span) {
   using Elem = typename E::Elem;
@@ -210,7 +234,8 @@ inline void grad_scores(const TiledBackward& call, const BackwardBuffers<E, T>& 
 
 template <class E, typename T>
 inline void grad_tile(const TiledBackward& call, const Document& document, int64_t kv_head,
-                      const BackwardBuffers<E, T>& buffers, const GradTile& tile, int64_t block_keys) {
+                      const BackwardBuffers<E, T>& buffers, const GradTile& tile, int64_t block_keys,
+                      const NextTile<T>& next) {
   const AttentionShape& shape = call.params.shape;
   const double scale = call.params.scale < 0 ? -call.params.scale : call.params.scale;
   const float c = static_cast<float>(E::kPair == 1 ? scale : scale * kLog2E);
@@ -232,7 +257,12 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
 
   const int64_t strips_begin = tile.key_begin / E::kBackwardKeyPadding * E::kBackwardKeyPadding;
   const int64_t strips_end = round_up(tile.key_end, E::kBackwardKeyPadding);
+  const int64_t parts = (strips_end - strips_begin + buffers.strip_keys - 1) / buffers.strip_keys;
   for (int64_t chunk = strips_begin; chunk < strips_end; chunk += buffers.strip_keys) {
+    const int64_t part = (chunk - strips_begin) / buffers.strip_keys;
+    next.query.prefetch_share(next.first_row, next.num_rows, part, parts);
+    next.out.prefetch_share(next.first_row, next.num_rows, part, parts);
+    next.grad_out.prefetch_share(next.first_row, next.num_rows, part, parts);
     const int64_t chunk_end = strips_end - chunk < buffers.strip_keys ? strips_end : chunk + buffers.strip_keys;
     if (call.dropout.enabled()) {
       const int64_t real = block_keys < chunk_end ? block_keys : chunk_end;
@@ -287,7 +317,7 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
 
 // Rows of dQ^T out to the tensor: written, or added (float only, where dQ itself holds the running sum).
 template <class E, typename T>
-inline void write_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
+PACKED_SDPA_PHASE void write_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
                              const BackwardBuffers<E, T>& buffers, const GradTile& tile, const float* transposed,
                              bool add) {
   const StridedTensor& target = call.params.grad_query;
@@ -312,7 +342,7 @@ inline void write_grad_query(const TiledBackward& call, const Document& document
 }
 
 template <class E, typename T>
-inline void add_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
+PACKED_SDPA_PHASE void add_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
                            const BackwardBuffers<E, T>& buffers, const GradTile& tile, GradQuerySum* sum,
                            int64_t block) {
   if (sum == nullptr) {
@@ -345,7 +375,7 @@ inline void add_grad_query(const TiledBackward& call, const Document& document, 
 }
 
 template <class E, typename T>
-inline void pack_key_block(const TiledBackward& call, const Document& document, int64_t kv_head,
+PACKED_SDPA_PHASE void pack_key_block(const TiledBackward& call, const Document& document, int64_t kv_head,
                            const BackwardBuffers<E, T>& buffers, int64_t first_key, int64_t num_keys) {
   const AttentionShape& shape = call.params.shape;
   const RowSource<T> key = key_source<T>(call.params.key, document, kv_head, shape.head_dim);
@@ -363,16 +393,16 @@ inline void pack_key_block(const TiledBackward& call, const Document& document, 
 }
 
 template <class E, typename T>
-inline void backward_block(const TiledBackward& call, int32_t document_index, const WorkItem& item,
-                           const BackwardBuffers<E, T>& buffers) {
+inline void backward_block(const TiledBackward& call, int32_t document_index, int32_t kv_head, int64_t block,
+                           const BackwardBuffers<E, T>& buffers, const NextTile<T>& next_block) {
   const AttentionShape& shape = call.params.shape;
   const Document& document = call.documents[static_cast<size_t>(document_index)];
-  const int64_t first_key = item.block * call.block_size;
+  const int64_t first_key = block * call.block_size;
   int64_t num_keys = document.num_keys - first_key;
   if (num_keys > call.block_size) num_keys = call.block_size;
   if (num_keys <= 0) return;
-  GradQuerySum* sum = call.grad_query_sum(document_index, item.kv_head);
-  pack_key_block<E, T>(call, document, item.kv_head, buffers, first_key, num_keys);
+  GradQuerySum* sum = call.grad_query_sum(document_index, kv_head);
+  pack_key_block<E, T>(call, document, kv_head, buffers, first_key, num_keys);
 
   const int64_t queries_begin = document.first_query_reaching(first_key);
   const int64_t queries_end = document.first_query_past(first_key + num_keys - 1);
@@ -390,9 +420,13 @@ inline void backward_block(const TiledBackward& call, int32_t document_index, co
     if (tile.key_begin < 0) tile.key_begin = 0;
     if (tile.key_end > num_keys) tile.key_end = num_keys;
     if (tile.key_begin >= tile.key_end) continue;
-    pack_query_tile<E, T>(call, document, item.kv_head, buffers, tile);
-    grad_tile<E, T>(call, document, item.kv_head, buffers, tile, num_keys);
-    add_grad_query<E, T>(call, document, item.kv_head, buffers, tile, sum, item.block);
+    pack_query_tile<E, T>(call, document, kv_head, buffers, tile);
+    NextTile<T> next = next_block;
+    if (t > tiles_begin) {
+      next = next_tile<T>(call, document, kv_head, t - 1);
+    }
+    grad_tile<E, T>(call, document, kv_head, buffers, tile, num_keys, next);
+    add_grad_query<E, T>(call, document, kv_head, buffers, tile, sum, block);
   }
   if (sum != nullptr) sum->finish_block();
 
@@ -400,9 +434,9 @@ inline void backward_block(const TiledBackward& call, int32_t document_index, co
   const StridedTensor& target_v = call.params.grad_value;
   const Vec scale = vec_set(static_cast<float>(call.params.scale < 0 ? -call.params.scale : call.params.scale));
   T* data_k = static_cast<T*>(target_k.data) + document.batch * target_k.stride_batch +
-              item.kv_head * target_k.stride_head;
+              kv_head * target_k.stride_head;
   T* data_v = static_cast<T*>(target_v.data) + document.batch * target_v.stride_batch +
-              item.kv_head * target_v.stride_head;
+              kv_head * target_v.stride_head;
   for (int64_t j = 0; j < num_keys; ++j) {
     const int64_t row = document.key_row(first_key + j);
     write_row(buffers.grad_k + j * buffers.depth, scale, shape.head_dim, data_k + row * target_k.stride_row,
@@ -418,7 +452,18 @@ void backward_item(void* context, int64_t index, Scratch& scratch) {
   const WorkItem& item = call.items[static_cast<size_t>(index)];
   const BackwardBuffers<E, T> buffers(call, &scratch);
   E::begin();
-  for (int32_t d = item.first_document; d < item.last_document; ++d) backward_block<E, T>(call, d, item, buffers);
+  const int32_t heads = item.last_kv_head - item.first_kv_head;
+  const int32_t blocks = (item.last_document - item.first_document) * heads;
+  for (int32_t n = 0; n < blocks; ++n) {
+    NextTile<T> next = {};
+    if (n + 1 < blocks) {  // the last query tile of the item's next block (a whole short document and head)
+      const Document& document = call.documents[static_cast<size_t>(item.first_document + (n + 1) / heads)];
+      const int64_t tiles = (document.num_queries + call.queries_per_tile - 1) / call.queries_per_tile;
+      if (tiles > 0) next = next_tile<T>(call, document, item.first_kv_head + (n + 1) % heads, tiles - 1);
+    }
+    backward_block<E, T>(call, item.first_document + n / heads, item.first_kv_head + n % heads, item.block, buffers,
+                         next);
+  }
   E::end();
 }
 

@@ -18,7 +18,7 @@ struct EngineBf16 : Gemm {
     interleave_words(low, high, words);
   }
   // Rows of a tensor as a B operand whose k runs over them, two rows to a word; zero rows up to `padded`.
-  static inline void pack_b(const RowSource<BFloat16>& source, int64_t first, int64_t count, int64_t padded,
+  static PACKED_SDPA_PHASE void pack_b(const RowSource<BFloat16>& source, int64_t first, int64_t count, int64_t padded,
                             int64_t width, float* target, BLayout layout, BFloat16* spare) {
     BFloat16* other_spare = spare + round_up(source.dim, 64);
     for (int64_t r = 0; r < padded; r += 2) {
@@ -44,7 +44,7 @@ struct EngineBf16 : Gemm {
       }
     }
   }
-  static inline void interleave_rows(const BFloat16* rows, int64_t width, int64_t count, float* target,
+  static PACKED_SDPA_PHASE void interleave_rows(const BFloat16* rows, int64_t width, int64_t count, float* target,
                                      BLayout layout) {
     for (int64_t r = 0; r < count; r += 2) {
       float* words = target + r / 2 * layout.row_stride;
@@ -55,7 +55,7 @@ struct EngineBf16 : Gemm {
     }
   }
   // [count][width] to [width][count], `target_stride` elements a row: pairs of rows to words, words transposed.
-  static inline void transpose_rows(const BFloat16* rows, int64_t count, int64_t width, BFloat16* target,
+  static PACKED_SDPA_PHASE void transpose_rows(const BFloat16* rows, int64_t count, int64_t width, BFloat16* target,
                                     int64_t target_stride, float* pairs) {
     for (int64_t r = 0; r < count; r += 2) {
       for (int64_t c = 0; c < width; c += kLanes) {

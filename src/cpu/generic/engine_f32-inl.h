@@ -1,7 +1,7 @@
 // Float operands: every element type is converted to float when it is packed.
 //
 // Tile sizes, in stacked rows and keys, at D 128 in floats: forward keeps 64 keys of K^T and V (2 x 32 kB) under 96 rows
-// of scores (24 kB), an item's Q and O (256 rows, 2 x 128 kB) in L2. Backward keeps a block of keys (K, K^T, V, dK, dV:
+// of scores (24 kB), an item's Q and O (512 rows, 2 x 256 kB) in L2. Backward keeps a block of keys (K, K^T, V, dK, dV:
 // 5 x 128 kB at 256 keys) in L2 while query tiles of 64 rows (4 x 32 kB) pass.
 struct EngineF32 {
   using Elem = float;
@@ -11,12 +11,12 @@ struct EngineF32 {
   static constexpr int64_t kDepthStep = 1;
   static constexpr int64_t kRowPadding = 1;
   static constexpr int64_t kKeyPadding = kLanes;
-  static constexpr int64_t kForwardItemRows = 256;
+  static constexpr int64_t kForwardItemRows = 512;
   static constexpr int64_t kForwardRows = 96;
   static constexpr int64_t kForwardKeys = 64;
   static constexpr int64_t kBackwardKeyPadding = 16;
   static constexpr int64_t kBackwardRowPadding = 16;
-  static constexpr int64_t kBackwardItemKeys = 256;
+  static constexpr int64_t kBackwardItemKeys = 512;
   static constexpr int64_t kBackwardKeys = 48;
   static constexpr int64_t kBackwardRows = 64;
 
@@ -31,7 +31,7 @@ struct EngineF32 {
   }
   // Rows of a tensor as a B operand whose k runs over them; zero rows up to `padded`.
   template <typename T>
-  static inline void pack_b(const RowSource<T>& source, int64_t first, int64_t count, int64_t padded, int64_t width,
+  static PACKED_SDPA_PHASE void pack_b(const RowSource<T>& source, int64_t first, int64_t count, int64_t padded, int64_t width,
                             float* target, BLayout layout, T* spare) {
     for (int64_t r = 0; r < padded; ++r) {
       const T* row = r < count ? source.read(first + r, spare) : nullptr;

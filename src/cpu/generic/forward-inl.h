@@ -63,13 +63,42 @@ PACKED_SDPA_INLINE Span round_span(int64_t begin, int64_t end, int64_t limit) {
   return {begin / E::kKeyPadding * E::kKeyPadding, round_up(end, E::kKeyPadding)};
 }
 
+// Scores to weights for `count` rows from `row` on, which lie `strip` rows into the tile.
 template <class E, typename T>
-inline void forward_tile(const TiledForward& call, const Document& document, const WorkItem& item,
+PACKED_SDPA_PHASE void softmax_rows(const TiledForward& call, const Document& document, int64_t kv_head,
+                                    const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t row,
+                                    int64_t strip, int64_t count, Span span, int64_t first_key, int64_t num_keys) {
+  const int32_t group = static_cast<int32_t>(call.group);
+  const float c = static_cast<float>((call.params.scale < 0 ? -call.params.scale : call.params.scale) * kLog2E);
+  float* s = buffers.s + strip * buffers.keys;
+  typename E::Elem* p = buffers.p + strip * buffers.keys;
+  for (int64_t r = 0; r < count; ++r) {
+    const int32_t query = static_cast<int32_t>(row + r) / group;
+    int64_t begin = buffers.begin[query] - first_key;
+    int64_t end = buffers.end[query] - first_key;
+    if (begin < 0) begin = 0;
+    if (end > num_keys) end = num_keys;
+    float* out = buffers.out + (row + r) * buffers.width;
+    if (call.dropout.enabled() && begin < end) {
+      const int64_t head = kv_head * call.group + (row + r - int64_t{query} * group);
+      for (int64_t j = 0; j < buffers.keys; ++j) buffers.factors[j] = 0.0f;
+      call.dropout_factors(document, head, first_query + query, {first_key + begin, first_key + end},
+                           buffers.factors + begin);
+      softmax_row<E::kPair == 1, true>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c,
+                        buffers.factors, buffers.reference + row + r, buffers.sum + row + r, out, buffers.width);
+    } else {
+      softmax_row<E::kPair == 1, false>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c, nullptr,
+                         buffers.reference + row + r, buffers.sum + row + r, out, buffers.width);
+    }
+  }
+}
+
+template <class E, typename T>
+inline void forward_tile(const TiledForward& call, const Document& document, int64_t kv_head,
                          const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t first_row, int64_t num_rows,
                          int64_t first_key, int64_t num_keys) {
   using Elem = typename E::Elem;
   const int32_t group = static_cast<int32_t>(call.group);
-  const float c = static_cast<float>((call.params.scale < 0 ? -call.params.scale : call.params.scale) * kLog2E);
   const int64_t depth = round_up(call.params.shape.head_dim, E::kDepthStep);
   const BLayout k_layout = {kPanel, buffers.depth / E::kPair * kPanel};
   const BLayout v_layout = {kPanel, buffers.keys / E::kPair * kPanel};
@@ -97,25 +126,7 @@ inline void forward_tile(const TiledForward& call, const Document& document, con
       Elem* p = buffers.p + strip * buffers.keys;
       E::gemm(count, span.begin, span.end, depth, buffers.q + row * buffers.depth, buffers.depth, buffers.k, k_layout,
               s, buffers.keys, false);
-      for (int64_t r = 0; r < count; ++r) {
-        const int32_t query = static_cast<int32_t>(row + r) / group;
-        int64_t begin = buffers.begin[query] - first_key;
-        int64_t end = buffers.end[query] - first_key;
-        if (begin < 0) begin = 0;
-        if (end > num_keys) end = num_keys;
-        float* out = buffers.out + (row + r) * buffers.width;
-        if (call.dropout.enabled() && begin < end) {
-          const int64_t head = item.kv_head * call.group + (row + r - int64_t{query} * group);
-          for (int64_t j = 0; j < buffers.keys; ++j) buffers.factors[j] = 0.0f;
-          call.dropout_factors(document, head, first_query + query, {first_key + begin, first_key + end},
-                               buffers.factors + begin);
-          softmax_row<E::kPair == 1, true>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c,
-                            buffers.factors, buffers.reference + row + r, buffers.sum + row + r, out, buffers.width);
-        } else {
-          softmax_row<E::kPair == 1, false>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c, nullptr,
-                             buffers.reference + row + r, buffers.sum + row + r, out, buffers.width);
-        }
-      }
+      softmax_rows<E, T>(call, document, kv_head, buffers, first_query, row, strip, count, span, first_key, num_keys);
       E::gemm(count, 0, buffers.width, span.end - span.begin, p + span.begin, buffers.keys,
               buffers.v + span.begin / E::kPair * kPanel, v_layout, buffers.out + row * buffers.width, buffers.width,
               true);
@@ -124,11 +135,56 @@ inline void forward_tile(const TiledForward& call, const Document& document, con
   }
 }
 
+// out = O / l and lse of a block's rows.
 template <class E, typename T>
-inline void forward_block(const TiledForward& call, const Document& document, const WorkItem& item,
-                          const ForwardBuffers<E, T>& buffers) {
+PACKED_SDPA_PHASE void write_block(const TiledForward& call, const Document& document, int64_t kv_head,
+                                   const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t num_queries) {
   const AttentionShape& shape = call.params.shape;
-  const int64_t first_query = item.block * call.block_size;
+  const StridedTensor& target = call.params.out;
+  const float abs_scale = static_cast<float>(call.params.scale < 0 ? -call.params.scale : call.params.scale);
+  float* lse = static_cast<float*>(call.params.lse);
+  for (int64_t q = 0; q < num_queries; ++q) {
+    const int64_t row = document.query_row(first_query + q);
+    for (int64_t g = 0; g < call.group; ++g) {
+      const int64_t r = q * call.group + g;
+      const int64_t head = kv_head * call.group + g;
+      T* out = static_cast<T*>(target.data) + document.batch * target.stride_batch + head * target.stride_head +
+               row * target.stride_row;
+      const bool sees = buffers.begin[q] < buffers.end[q];
+      write_row(buffers.out + r * buffers.width, vec_set(sees ? 1.0f / buffers.sum[r] : 0.0f), shape.head_dim_v, out,
+                target.stride_dim);
+      lse[(document.batch * shape.num_heads + head) * shape.rows_q + row] =
+          sees ? abs_scale * buffers.reference[r] + __builtin_logf(buffers.sum[r]) : -__builtin_inff();
+    }
+  }
+}
+
+// What the item's next block (a whole short document and head) reads first.
+template <typename T>
+struct NextRows {
+  RowSource<T> query;
+  RowSource<T> key;
+  RowSource<T> value;
+  int64_t num_rows;
+  int64_t num_keys;
+};
+
+template <class E, typename T>
+inline NextRows<T> next_rows(const TiledForward& call, int64_t document_index, int64_t kv_head) {
+  const AttentionShape& shape = call.params.shape;
+  const Document& document = call.documents[static_cast<size_t>(document_index)];
+  return {query_source<T>(call.params.query, document, kv_head, call.group, shape.head_dim),
+          key_source<T>(call.params.key, document, kv_head, shape.head_dim),
+          key_source<T>(call.params.value, document, kv_head, shape.head_dim_v),
+          document.num_queries * call.group,
+          document.num_keys < E::kForwardKeys ? document.num_keys : E::kForwardKeys};
+}
+
+template <class E, typename T>
+inline void forward_block(const TiledForward& call, const Document& document, int64_t kv_head, int64_t block,
+                          const ForwardBuffers<E, T>& buffers, const NextRows<T>& next) {
+  const AttentionShape& shape = call.params.shape;
+  const int64_t first_query = block * call.block_size;
   int64_t num_queries = document.num_queries - first_query;
   if (num_queries > call.block_size) num_queries = call.block_size;
   if (num_queries <= 0) return;
@@ -139,9 +195,9 @@ inline void forward_block(const TiledForward& call, const Document& document, co
     buffers.begin[q] = static_cast<int32_t>(range.begin);
     buffers.end[q] = static_cast<int32_t>(range.end);
   }
-  const RowSource<T> query = query_source<T>(call.params.query, document, item.kv_head, call.group, shape.head_dim);
-  const RowSource<T> key = key_source<T>(call.params.key, document, item.kv_head, shape.head_dim);
-  const RowSource<T> value = key_source<T>(call.params.value, document, item.kv_head, shape.head_dim_v);
+  const RowSource<T> query = query_source<T>(call.params.query, document, kv_head, call.group, shape.head_dim);
+  const RowSource<T> key = key_source<T>(call.params.key, document, kv_head, shape.head_dim);
+  const RowSource<T> value = key_source<T>(call.params.value, document, kv_head, shape.head_dim_v);
   pack_rows(query, first_query * call.group, num_rows, num_rows, buffers.q, buffers.depth, buffers.spare);
   if (call.params.scale < 0) E::negate(buffers.q, num_rows * buffers.depth);
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -161,32 +217,27 @@ inline void forward_block(const TiledForward& call, const Document& document, co
     transpose_to_b(reinterpret_cast<const float*>(buffers.key_rows), buffers.depth / E::kPair,
                    buffers.depth / E::kPair, round_up(padded, kLanes), buffers.k, k_layout);
     E::pack_b(value, first_key, num_keys, padded, buffers.width, buffers.v, v_layout, buffers.spare);
+    const int64_t next_key = first_key + num_keys;
+    const int64_t next_count = keys_end - next_key < buffers.keys ? keys_end - next_key : buffers.keys;
+    const int64_t parts = (num_rows + buffers.tile_rows - 1) / buffers.tile_rows;
     for (int64_t row = 0; row < num_rows; row += buffers.tile_rows) {
+      const int64_t part = row / buffers.tile_rows;
+      if (next_count > 0) {
+        key.prefetch_share(next_key, next_count, part, parts);
+        value.prefetch_share(next_key, next_count, part, parts);
+      } else {
+        next.query.prefetch_share(0, next.num_rows, part, parts);
+        next.key.prefetch_share(0, next.num_keys, part, parts);
+        next.value.prefetch_share(0, next.num_keys, part, parts);
+      }
       const int64_t count = num_rows - row < buffers.tile_rows ? num_rows - row : buffers.tile_rows;
       const int64_t query_begin = row / call.group;
       const int64_t query_last = (row + count - 1) / call.group;
       if (buffers.begin[query_begin] >= first_key + num_keys || buffers.end[query_last] <= first_key) continue;
-      forward_tile<E, T>(call, document, item, buffers, first_query, row, count, first_key, num_keys);
+      forward_tile<E, T>(call, document, kv_head, buffers, first_query, row, count, first_key, num_keys);
     }
   }
-
-  const StridedTensor& target = call.params.out;
-  const float abs_scale = static_cast<float>(call.params.scale < 0 ? -call.params.scale : call.params.scale);
-  float* lse = static_cast<float*>(call.params.lse);
-  for (int64_t q = 0; q < num_queries; ++q) {
-    const int64_t row = document.query_row(first_query + q);
-    for (int64_t g = 0; g < call.group; ++g) {
-      const int64_t r = q * call.group + g;
-      const int64_t head = item.kv_head * call.group + g;
-      T* out = static_cast<T*>(target.data) + document.batch * target.stride_batch + head * target.stride_head +
-               row * target.stride_row;
-      const bool sees = buffers.begin[q] < buffers.end[q];
-      write_row(buffers.out + r * buffers.width, vec_set(sees ? 1.0f / buffers.sum[r] : 0.0f), shape.head_dim_v, out,
-                target.stride_dim);
-      lse[(document.batch * shape.num_heads + head) * shape.rows_q + row] =
-          sees ? abs_scale * buffers.reference[r] + __builtin_logf(buffers.sum[r]) : -__builtin_inff();
-    }
-  }
+  write_block<E, T>(call, document, kv_head, buffers, first_query, num_queries);
 }
 
 template <class E, typename T>
@@ -195,8 +246,15 @@ void forward_item(void* context, int64_t index, Scratch& scratch) {
   const WorkItem& item = call.items[static_cast<size_t>(index)];
   const ForwardBuffers<E, T> buffers(call, &scratch);
   E::begin();
-  for (int32_t d = item.first_document; d < item.last_document; ++d) {
-    forward_block<E, T>(call, call.documents[static_cast<size_t>(d)], item, buffers);
+  const int32_t heads = item.last_kv_head - item.first_kv_head;
+  const int32_t blocks = (item.last_document - item.first_document) * heads;
+  for (int32_t n = 0; n < blocks; ++n) {
+    const Document& document = call.documents[static_cast<size_t>(item.first_document + n / heads)];
+    const NextRows<T> next = n + 1 < blocks
+                                 ? next_rows<E, T>(call, item.first_document + (n + 1) / heads,
+                                                   item.first_kv_head + (n + 1) % heads)
+                                 : NextRows<T>{};
+    forward_block<E, T>(call, document, item.first_kv_head + n % heads, item.block, buffers, next);
   }
   E::end();
 }

@@ -12,7 +12,7 @@ struct DotBf16 {
   static constexpr int64_t kForwardKeys = 128;
   static constexpr int64_t kBackwardKeyPadding = 32;
   static constexpr int64_t kBackwardRowPadding = 16;
-  static constexpr int64_t kBackwardItemKeys = 256;
+  static constexpr int64_t kBackwardItemKeys = 512;
   static constexpr int64_t kBackwardKeys = 96;
   static constexpr int64_t kBackwardRows = 64;
 

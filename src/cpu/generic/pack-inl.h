@@ -2,6 +2,9 @@
 // or BFloat16 in pairs), T the tensor's. Everything past the real rows and columns is written as zeros, because a
 // padded element meets a real one in a product.
 
+// How many rows ahead packing asks for: far enough for a miss to memory, few enough for the core's miss buffers.
+constexpr int64_t kPrefetchRows = 12;
+
 // The rows of one document: keys of a head (group 1), or queries stacked with the heads of their group.
 template <typename T>
 struct RowSource {
@@ -19,6 +22,22 @@ struct RowSource {
     const int64_t head = static_cast<int32_t>(stacked) - rank * group;
     const int64_t row = (rows != nullptr ? int64_t{rows[rank]} : int64_t{rank}) + first_row;
     return row * stride_row + head * stride_head;
+  }
+  // Asks for a row that will be read soon. Rows of one head lie a page or so apart in the usual [B, S, H, D] layout,
+  // which the hardware does not foresee.
+  PACKED_SDPA_INLINE void prefetch(int64_t stacked) const {
+    const char* source = reinterpret_cast<const char*>(data + offset(stacked));
+    const int64_t bytes = stride_dim == 1 ? dim * static_cast<int64_t>(sizeof(T)) : 1;
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(source + b);
+  }
+  // The `part`-th of `parts` shares of rows [first, first + count), into the second-level cache: called between the
+  // tiles of one block, so that the next block's rows come in under the arithmetic of this one.
+  PACKED_SDPA_INLINE void prefetch_share(int64_t first, int64_t count, int64_t part, int64_t parts) const {
+    const int64_t bytes = stride_dim == 1 ? dim * static_cast<int64_t>(sizeof(T)) : 1;
+    for (int64_t r = count * part / parts; r < count * (part + 1) / parts; ++r) {
+      const char* source = reinterpret_cast<const char*>(data + offset(first + r));
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(source + b, 0, 2);
+    }
   }
   // The row as `dim` neighbouring elements: in place, or gathered into `spare`.
   PACKED_SDPA_INLINE const T* read(int64_t stacked, T* spare) const {
@@ -82,16 +101,18 @@ PACKED_SDPA_INLINE void convert_row(const BFloat16* source, int64_t dim, BFloat1
 
 // Rows [first, first + count) as an A operand [rows][width], zero rows up to `padded`.
 template <typename T, typename Elem>
-inline void pack_rows(const RowSource<T>& source, int64_t first, int64_t count, int64_t padded, Elem* target,
+PACKED_SDPA_PHASE void pack_rows(const RowSource<T>& source, int64_t first, int64_t count, int64_t padded, Elem* target,
                       int64_t width, T* spare) {
+  for (int64_t r = 0; r < kPrefetchRows && r < count; ++r) source.prefetch(first + r);
   for (int64_t r = 0; r < count; ++r) {
+    if (r + kPrefetchRows < count) source.prefetch(first + r + kPrefetchRows);
     convert_row(source.read(first + r, spare), source.dim, target + r * width, width);
   }
   for (int64_t i = count * width; i < padded * width; ++i) target[i] = Elem{};
 }
 
 // Transposed B operand from rows [n][words] (`n` and `words` multiples of kLanes): word (k, n) = rows[n][k].
-inline void transpose_to_b(const float* rows, int64_t words, int64_t row_words, int64_t n, float* target,
+PACKED_SDPA_PHASE void transpose_to_b(const float* rows, int64_t words, int64_t row_words, int64_t n, float* target,
                            BLayout layout) {
   for (int64_t column = 0; column < n; column += kLanes) {
     float* panel = target + column / kPanel * layout.panel_stride + column % kPanel;
@@ -103,7 +124,7 @@ inline void transpose_to_b(const float* rows, int64_t words, int64_t row_words, 
 }
 
 // Plain transpose of words, [rows][columns] to [columns][rows]; sizes multiples of kLanes.
-inline void transpose_matrix(const float* source, int64_t rows, int64_t columns, int64_t source_stride, float* target,
+PACKED_SDPA_PHASE void transpose_matrix(const float* source, int64_t rows, int64_t columns, int64_t source_stride, float* target,
                              int64_t target_stride) {
   for (int64_t r = 0; r < rows; r += kLanes) {
     for (int64_t c = 0; c < columns; c += kLanes) {
@@ -113,7 +134,7 @@ inline void transpose_matrix(const float* source, int64_t rows, int64_t columns,
 }
 
 // B operand whose k runs over rows of [rows][width] floats already packed: word (k, n) = rows[k][n].
-inline void rows_to_b(const float* rows, int64_t row_width, int64_t count, int64_t columns, float* target,
+PACKED_SDPA_PHASE void rows_to_b(const float* rows, int64_t row_width, int64_t count, int64_t columns, float* target,
                       BLayout layout) {
   for (int64_t r = 0; r < count; ++r) {
     for (int64_t c = 0; c < columns; c += kLanes) {

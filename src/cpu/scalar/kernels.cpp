@@ -140,17 +140,19 @@ void forward_item(void* context, int64_t index, Scratch& scratch) {
   Acc* factors = scratch.take<Acc>(call.max_keys);
   Acc* lse = static_cast<Acc*>(call.params.lse);
 
-  for (int32_t d = item.first_document; d < item.last_document; ++d) {
-    const Document& document = call.documents[static_cast<size_t>(d)];
+  const int32_t num_heads = item.last_kv_head - item.first_kv_head;
+  for (int32_t n = item.first_document * num_heads; n < item.last_document * num_heads; ++n) {
+    const int32_t kv_head = item.first_kv_head + n % num_heads;
+    const Document& document = call.documents[static_cast<size_t>(n / num_heads)];
     const int64_t first_query = item.block * kQueriesPerItem;
     const int64_t last_query = std::min(document.num_queries, first_query + kQueriesPerItem);
     if (first_query >= last_query) continue;
     const KeyRange block_keys = {document.visible_keys(first_query).begin,
                                  document.visible_keys(last_query - 1).end};
-    read_keys(document, Rows<const T>(call.params.key, document.batch, item.kv_head), block_keys, dim, k);
-    read_keys(document, Rows<const T>(call.params.value, document.batch, item.kv_head), block_keys, dim_v, v);
+    read_keys(document, Rows<const T>(call.params.key, document.batch, kv_head), block_keys, dim, k);
+    read_keys(document, Rows<const T>(call.params.value, document.batch, kv_head), block_keys, dim_v, v);
 
-    for (int64_t head = item.kv_head * call.group(); head < (item.kv_head + 1) * call.group(); ++head) {
+    for (int64_t head = kv_head * call.group(); head < (kv_head + 1) * call.group(); ++head) {
       const Rows<const T> query_rows(call.params.query, document.batch, head);
       const Rows<T> out_rows(call.params.out, document.batch, head);
       for (int64_t query = first_query; query < last_query; ++query) {
@@ -200,15 +202,17 @@ void backward_item(void* context, int64_t index, Scratch& scratch) {
   Acc* factors = scratch.take<Acc>(call.max_keys);
   const Acc* lse = static_cast<const Acc*>(call.params.lse);
 
-  for (int32_t d = item.first_document; d < item.last_document; ++d) {
-    const Document& document = call.documents[static_cast<size_t>(d)];
+  const int32_t num_heads = item.last_kv_head - item.first_kv_head;
+  for (int32_t n = item.first_document * num_heads; n < item.last_document * num_heads; ++n) {
+    const int32_t kv_head = item.first_kv_head + n % num_heads;
+    const Document& document = call.documents[static_cast<size_t>(n / num_heads)];
     const KeyRange all_keys = {0, document.num_keys};
-    read_keys(document, Rows<const T>(call.params.key, document.batch, item.kv_head), all_keys, dim, k);
-    read_keys(document, Rows<const T>(call.params.value, document.batch, item.kv_head), all_keys, dim_v, v);
+    read_keys(document, Rows<const T>(call.params.key, document.batch, kv_head), all_keys, dim, k);
+    read_keys(document, Rows<const T>(call.params.value, document.batch, kv_head), all_keys, dim_v, v);
     for (int64_t i = 0; i < document.num_keys * dim; ++i) grad_k[i] = 0;
     for (int64_t i = 0; i < document.num_keys * dim_v; ++i) grad_v[i] = 0;
 
-    for (int64_t head = item.kv_head * call.group(); head < (item.kv_head + 1) * call.group(); ++head) {
+    for (int64_t head = kv_head * call.group(); head < (kv_head + 1) * call.group(); ++head) {
       const Rows<const T> query_rows(call.params.query, document.batch, head);
       const Rows<const T> out_rows(call.params.out, document.batch, head);
       const Rows<const T> grad_out_rows(call.params.grad_out, document.batch, head);
@@ -237,8 +241,8 @@ void backward_item(void* context, int64_t index, Scratch& scratch) {
         grad_query_rows.write(row, dim, grad_q, Acc{1});
       }
     }
-    const Rows<T> grad_key_rows(call.params.grad_key, document.batch, item.kv_head);
-    const Rows<T> grad_value_rows(call.params.grad_value, document.batch, item.kv_head);
+    const Rows<T> grad_key_rows(call.params.grad_key, document.batch, kv_head);
+    const Rows<T> grad_value_rows(call.params.grad_value, document.batch, kv_head);
     for (int64_t j = 0; j < document.num_keys; ++j) {
       grad_key_rows.write(document.key_row(j), dim, grad_k + j * dim, Acc{1});
       grad_value_rows.write(document.key_row(j), dim_v, grad_v + j * dim_v, Acc{1});

@@ -17,7 +17,7 @@ struct AmxBf16 {
   static constexpr int64_t kForwardKeys = 256;
   static constexpr int64_t kBackwardKeyPadding = 32;
   static constexpr int64_t kBackwardRowPadding = 32;
-  static constexpr int64_t kBackwardItemKeys = 256;
+  static constexpr int64_t kBackwardItemKeys = 512;
   static constexpr int64_t kBackwardKeys = 64;
   static constexpr int64_t kBackwardRows = 128;
 

@@ -1,0 +1,408 @@
+"""``check_isolation``: proves on the user's own model and batch that no document sees another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from packed_sdpa.arming import documents_armed_by_hand
+from packed_sdpa.attach import NO_CALL, Attachment, attachment_of, forward_parameters
+from packed_sdpa.documents import OWN_KEYWORDS, SOURCE_KEYWORDS, Documents, find_documents
+from packed_sdpa.model_survey import leaking_layers, looks_like_attention
+
+_ALONE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_ROUNDING = 64  # times epsilon: what another order of summation may change (experts see other groups of rows)
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """One check: ``value`` is the largest value found (0 is perfect), ``allowed`` the largest that passes."""
+
+    check: str
+    ok: bool
+    value: float
+    allowed: float
+    detail: str
+
+
+@dataclass(frozen=True)
+class Leak:
+    """The first module whose output on one document changes with another document while its inputs do not."""
+
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class IsolationResult:
+    """What :func:`check_isolation` returns; ``print`` it for a table. ``ok`` is False when a document sees another."""
+
+    rows: tuple[CheckRow, ...]
+    documents: int
+    leak: Leak | None
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def table(self) -> Table:
+        verdict = "isolated" if self.ok else "NOT isolated"
+        table = Table(title=f"{self.documents} documents: {verdict}", title_justify="left")
+        for heading in ("check", "result", "largest", "allowed", "what"):
+            table.add_column(heading, overflow="fold")
+        for row in self.rows:
+            table.add_row(row.check, "ok" if row.ok else "LEAK", f"{row.value:.3g}", f"{row.allowed:.3g}", row.detail)
+        if self.leak is not None:
+            table.add_row("first leak", "LEAK", "", "", f"{self.leak.module}: {self.leak.reason}")
+        return table
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def __str__(self) -> str:
+        console = Console(width=140)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+def check_isolation(model: nn.Module, batch: Mapping[str, Any], *, max_documents: int = 8) -> IsolationResult:
+    """Runs the model on the batch, as it is (attached or not), and looks for influence between documents.
+
+    batch: arguments of the model's forward, among them ``input_ids`` ``[B, S]`` or ``inputs_embeds`` / another float
+    tensor ``[B, S, ...]``, and a source of documents (see :func:`packed_sdpa.attach`) or armed ones.
+    max_documents: how many documents are probed, spread over the batch; each costs three forwards and one backward.
+
+    Checks, in evaluation mode: a changed document leaves the other documents' outputs as they are; the gradient from a
+    document's outputs into the other documents' embeddings is exactly 0; a document's outputs are those of the stock
+    model on this document alone. On a leak the first layer that leaks is named, with its reason. Parameters' gradients,
+    the training mode and the counters' meaning are left alone.
+
+    Raises ValueError when the batch tells no documents, or fewer than two.
+    """
+    if not isinstance(max_documents, int) or max_documents < 1:
+        raise ValueError(f"max_documents must be at least 1, got {max_documents!r}")
+    attachment = attachment_of(model)
+    documents = _documents(model, batch, attachment)
+    places = _places(documents)
+    if len(places) < 2:
+        raise ValueError(
+            f"batch: {documents.source} tells {len(places)} document; isolation needs at least two in the batch"
+        )
+    step = -(-len(places) // max_documents)
+    probed = places[::step]
+    probe = _Probe(model, batch, documents)
+    with _evaluating(model, attachment), torch.random.fork_rng(devices=[]):
+        base = probe.run()
+        rows = [
+            _perturbed(probe, base, probed, documents),
+            _gradients(probe, probed, documents),
+            _alone(probe, base, probed, attachment),
+        ]
+        leak = None if all(row.ok for row in rows[:2]) else _first_leak(probe, probed, documents, attachment)
+    return IsolationResult(tuple(rows), len(places), leak)
+
+
+def _documents(model: nn.Module, batch: Mapping[str, Any], attachment: Attachment | None) -> Documents:
+    arguments = dict(batch)
+    told = None
+    if attachment is not None and callable(attachment.documents):
+        told = attachment.documents(**arguments)
+    look = attachment is None or attachment.documents is not None
+    documents = (find_documents(arguments, told) if look else None) or documents_armed_by_hand()
+    if documents is None:
+        raise ValueError(
+            f"batch tells no documents: give {', '.join(SOURCE_KEYWORDS)} (position_ids that restart), or arm them; "
+            f"got {', '.join(arguments) or 'nothing'}"
+        )
+    return documents
+
+
+def _places(documents: Documents) -> list[Tensor]:
+    """For each document the flat rows ``b * S + i`` of its tokens."""
+    ids = documents.doc_ids
+    keys = ids + torch.arange(ids.shape[0]).unsqueeze(1) * (int(ids.max()) + 1)
+    real = ids.flatten() != 0
+    return [((keys.flatten() == key) & real).nonzero().squeeze(1) for key in keys[ids != 0].unique(sorted=True)]
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module, attachment: Attachment | None) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    strict = attachment is not None and attachment.strict
+    try:
+        model.eval()
+        if attachment is not None:
+            attachment.strict = False  # a layer that is not taken is what is looked for here
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        if attachment is not None:
+            attachment.strict = strict
+
+
+class _Probe:
+    """Runs the model with its token embeddings (or float inputs) within reach."""
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any], documents: Documents) -> None:
+        self.model = model
+        self.batch = dict(batch)
+        self.shape = documents.shape
+        parameters = forward_parameters(model)
+        if not parameters.takes_any and attachment_of(model) is None:
+            self.batch = {n: v for n, v in self.batch.items() if n not in OWN_KEYWORDS or n in parameters.names}
+        self.positions = "position_ids" in parameters.names
+        self.float_input = next(
+            (n for n, v in self.batch.items() if isinstance(v, Tensor) and v.is_floating_point() and self._fits(v)),
+            None,
+        )
+
+    def _fits(self, tensor: Tensor) -> bool:
+        return tensor.dim() >= 3 and tuple(tensor.shape[:2]) == self.shape
+
+    def run(
+        self,
+        change: Callable[[Tensor], Tensor] | None = None,
+        arguments: dict[str, Any] | None = None,
+        grad: bool = False,
+    ) -> Tensor:
+        """Outputs ``[B, S, ...]``. ``change`` is applied to the embeddings."""
+        arguments = dict(self.batch if arguments is None else arguments)
+        handles = []
+        if change is not None and self.float_input is not None:
+            arguments[self.float_input] = change(arguments[self.float_input])
+        elif change is not None:
+            changed = change
+            rows = next((v.shape for v in arguments.values() if isinstance(v, Tensor) and v.dim() == 2), None)
+            state = {"done": False}
+
+            def embed(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+                if state["done"] or not isinstance(output, Tensor) or output.shape[:2] != rows:
+                    return None
+                state["done"] = True
+                return changed(output)
+
+            tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
+            handles = [module.register_forward_hook(embed) for module in tables]
+        try:
+            with torch.set_grad_enabled(grad):
+                return _output_tensor(self.model(**arguments), self.shape if arguments is self.batch else None)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _output_tensor(output: Any, shape: tuple[int, int] | None) -> Tensor:
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(getattr(output, name, None), Tensor):
+            return getattr(output, name)
+    first = output if isinstance(output, Tensor) else next((v for v in _tensors(output) if v.dim() >= 3), None)
+    if first is None:
+        raise ValueError(f"model: its output {type(output).__name__} holds no tensor [B, S, ...] to check")
+    return first
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _tensors(entry)
+
+
+def _changing(rows: Tensor, by: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """Other embeddings in these flat rows, the same in all others, bit for bit."""
+
+    def change(embeddings: Tensor) -> Tensor:
+        flat = embeddings.detach().clone().flatten(0, 1)
+        places = rows.to(flat.device)
+        noise = torch.linspace(-by, by, flat.shape[-1], device=flat.device).to(flat.dtype)
+        flat[places] = noise - flat[places]
+        return flat.view(embeddings.shape)
+
+    return change
+
+
+def _others(rows: Tensor, documents: Documents) -> Tensor:
+    """Flat rows of all tokens outside the document; padding left out."""
+    other = documents.doc_ids.flatten() != 0
+    other[rows] = False
+    return other.nonzero().squeeze(1)
+
+
+def _perturbed(probe: _Probe, base: Tensor, probed: list[Tensor], documents: Documents) -> CheckRow:
+    worst, detail = 0.0, "each probed document changed: the others' outputs are the same, bit for bit"
+    allowed = _ROUNDING * torch.finfo(base.dtype).eps * float(base.abs().max())
+    for rows in probed:
+        other = _others(rows, documents).to(base.device)
+        changed = probe.run(_changing(rows))
+        difference = (changed.flatten(0, 1)[other] - base.flatten(0, 1)[other]).abs().flatten(1).amax(1)
+        value = float(difference.max())
+        if value > worst:
+            worst = value
+            at = int(other[int(difference.argmax())])
+            places = (_name(rows, documents), _name_flat(at, documents))
+            detail = "document at token {} changed: output at token {} differs".format(*places)
+    return CheckRow("changed document", worst <= allowed, worst, allowed, detail)
+
+
+def _gradients(probe: _Probe, probed: list[Tensor], documents: Documents) -> CheckRow:
+    worst, detail = 0.0, "each probed document: the gradient into the others' embeddings is exactly 0"
+    for rows in probed:
+        leaf: list[Tensor] = []
+
+        def catch(embeddings: Tensor, leaf: list[Tensor] = leaf) -> Tensor:
+            leaf.append(embeddings.detach().clone().requires_grad_())
+            return leaf[0]
+
+        output = probe.run(catch, grad=True)
+        if not leaf:
+            raise ValueError(
+                "model: no nn.Embedding was called with the batch's tokens, and the batch has no float input"
+            )
+        own = output.flatten(0, 1)[rows.to(output.device)]
+        weights = torch.linspace(-1, 1, own.numel(), device=own.device).view_as(own).to(own.dtype)
+        (gradient,) = torch.autograd.grad((own * weights).sum(), leaf[0])
+        other = _others(rows, documents).to(gradient.device)
+        into = gradient.flatten(0, 1)[other].abs().flatten(1).amax(1)
+        value = float(into.max())
+        if value > worst or value != value:
+            worst = value
+            at = int(other[int(into.argmax())])
+            detail = f"outputs at token {_name(rows, documents)} have a gradient into token {_name_flat(at, documents)}"
+    return CheckRow("gradient", worst == 0.0, worst, 0.0, detail)
+
+
+def _alone(probe: _Probe, base: Tensor, probed: list[Tensor], attachment: Attachment | None) -> CheckRow:
+    scale = float(base.abs().max())
+    allowed = _ALONE_TOLERANCE.get(base.dtype, 1e-3) * scale
+    worst, detail = 0.0, "each probed document equals the stock model on this document alone"
+    enabled = attachment is not None and attachment.enabled
+    try:
+        if attachment is not None:
+            attachment.enabled = False
+        for rows in probed:
+            alone = probe.run(arguments=_arguments_alone(probe, rows))
+            value = float((alone.flatten(0, 1) - base.flatten(0, 1)[rows.to(base.device)]).abs().max())
+            if value > worst:
+                worst, detail = value, f"largest difference to the document alone: document of {rows.numel()} tokens"
+    finally:
+        if attachment is not None:
+            attachment.enabled = enabled
+    return CheckRow("document alone", worst <= allowed, worst, allowed, detail)
+
+
+def _arguments_alone(probe: _Probe, rows: Tensor) -> dict[str, Any]:
+    """The batch cut to one document: tensors that hold something per token; what tells documents is left out."""
+    arguments: dict[str, Any] = {}
+    size = probe.shape[1]
+    row, columns = int(rows[0]) // size, rows % size
+    for name, value in probe.batch.items():
+        if (name in SOURCE_KEYWORDS and name != "position_ids") or name in (
+            "cu_seq_lens_k",
+            "max_length_q",
+            "max_length_k",
+        ):
+            continue
+        if isinstance(value, Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == probe.shape:
+            value = value[row : row + 1, columns.to(value.device)]
+        elif name == "position_ids" and isinstance(value, Tensor):
+            batch_axis = value.dim() - 2
+            if batch_axis >= 0 and value.shape[batch_axis] > 1:
+                value = value.narrow(batch_axis, row, 1)
+            value = value[..., columns.to(value.device)]
+        arguments[name] = value
+    if probe.positions and "position_ids" not in arguments:
+        arguments["position_ids"] = columns.unsqueeze(0).to(next(iter(_tensors(arguments))).device)
+    return arguments
+
+
+def _name(rows: Tensor, documents: Documents) -> str:
+    return _name_flat(int(rows[0]), documents)
+
+
+def _name_flat(place: int, documents: Documents) -> str:
+    row, column = divmod(place, documents.shape[1])
+    return f"{column}" if documents.shape[0] == 1 else f"({row}, {column})"
+
+
+# ---- the first layer that leaks
+
+
+def _first_leak(
+    probe: _Probe, probed: list[Tensor], documents: Documents, attachment: Attachment | None
+) -> Leak | None:
+    names = {module: name for name, module in probe.model.named_modules()}
+    for rows in probed:
+        other = _others(rows, documents)
+        with _fingerprints(probe, names) as before:
+            probe.run(lambda embeddings: embeddings)
+        with _fingerprints(probe, names) as after:
+            probe.run(_changing(rows))
+        for (module, inputs, outputs), (_, inputs_after, outputs_after) in zip(before, after, strict=True):
+            if _same(inputs, inputs_after, other) and not _same(outputs, outputs_after, other):
+                return Leak(names[module] or type(module).__name__, _reason(module, probe.model, attachment))
+    return None
+
+
+Fingerprints = list[tuple[nn.Module, list[Tensor], list[Tensor]]]
+
+
+@contextlib.contextmanager
+def _fingerprints(probe: _Probe, names: Mapping[nn.Module, str]) -> Iterator[Fingerprints]:
+    """Modules in the order in which they end, with one number a token of each input and output."""
+    calls: Fingerprints = []
+
+    def take(value: Any) -> list[Tensor]:
+        return [_fingerprint(t) for t in _tensors(value) if t.is_floating_point() and probe._fits(t)]
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        plain = output if isinstance(output, (Tensor, tuple, list, dict)) else getattr(output, "__dict__", ())
+        calls.append((module, take((args, kwargs)), take(plain)))
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in names]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    values = tensor.detach().flatten(2).double()
+    return (values * torch.linspace(1, 2, values.shape[-1], device=values.device)).sum(-1).flatten().cpu()
+
+
+def _same(before: list[Tensor], after: list[Tensor], rows: Tensor) -> bool:
+    return all(
+        torch.allclose(one[rows], two[rows], rtol=1e-9, atol=1e-12, equal_nan=True)
+        for one, two in zip(before, after, strict=True)
+    )
+
+
+def _reason(module: nn.Module, model: nn.Module, attachment: Attachment | None) -> str:
+    name = next(name for name, other in model.named_modules() if other is module)
+    kind = type(module).__name__
+    if any(leaking == name or name.startswith(leaking + ".") for leaking in leaking_layers(model)):
+        return f"{kind} mixes tokens without attention (state space, convolution or linear attention)"
+    if attachment is None:
+        return f"{kind} ran stock attention: the model is not attached"
+    record = attachment.ledger.records.get(module)
+    if record is not None and record.taken == 0:
+        return f"{kind} was not taken: {record.last_passed or NO_CALL}"
+    if record is not None:
+        return f"{kind} computes something across tokens beside its packed attention"
+    if looks_like_attention(name, module):
+        return f"{kind} is attention that attach did not find; name it with match="
+    return f"{kind} mixes tokens in a way of its own"

@@ -1,0 +1,249 @@
+"""attach on the hooks route: models of the user's own that call scaled_dot_product_attention."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import packed_sdpa
+
+STOCK = F.scaled_dot_product_attention
+EXACT = 1e-12
+LENGTHS = (4, 1, 6, 5)
+
+
+class Attention(nn.Module):
+    def __init__(self, width=8, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.add_module(name, Attention())
+        self.name = name
+
+    def forward(self, x):
+        return x + self.get_submodule(self.name)(x)
+
+
+class Decoder(nn.Module):
+    """Takes tokens and, by any keyword, documents."""
+
+    def __init__(self, name="self_attn", layers=2, use_reentrant=None):
+        super().__init__()
+        self.embed = nn.Embedding(31, 8)
+        self.layers = nn.ModuleList(Layer(name) for _ in range(layers))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            if self.use_reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.fixture
+def model():
+    return Decoder().double()
+
+
+def batch(lengths=LENGTHS, seed=0):
+    tokens = torch.randint(0, 31, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    return tokens, torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def alone(model, tokens, lengths=LENGTHS):
+    return torch.cat([model(part) for part in tokens.split(lengths, 1)], 1)
+
+
+def gradient(model, out):
+    loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def close(one, two):
+    return all(float((a - b).abs().max()) < EXACT for a, b in zip(one, two, strict=True))
+
+
+def test_documents_from_arguments(model):
+    tokens, positions = batch()
+    expected = alone(model, tokens)
+    ids = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(LENGTHS))[None]
+    with packed_sdpa.attach(model, strict=True) as handle:
+        assert handle.route == "hooks"
+        for arguments in ((tokens, positions), (tokens,)):
+            extra = {} if len(arguments) == 2 else {"doc_ids": ids}
+            assert close([model(*arguments, **extra)], [expected])
+        assert not close([model(tokens)], [expected])  # unpacked again: arming ended by itself
+        report = packed_sdpa.report(model)
+        assert (report.taken, report.passed, report.layouts_built) == (4, 2, 2)
+        assert F.scaled_dot_product_attention is STOCK
+        assert close([model.forward(tokens, positions)], [expected])
+    assert F.scaled_dot_product_attention is STOCK
+
+
+@pytest.mark.parametrize("name", ["attn", "attention", "self_attention", "mixer"])
+def test_other_names(name):
+    """Case 39."""
+    model = Decoder(name).double()
+    tokens, positions = batch()
+    with pytest.raises(ValueError, match=rf"layers\.0\.{name} \(Attention\).*name them with match="):
+        packed_sdpa.attach(model)
+    assert type(model) is Decoder
+    expected = alone(model, tokens)
+    for match in (name, f"layers.*.{name}", [name], lambda where, module: isinstance(module, Attention)):
+        with packed_sdpa.attach(model, match=match, strict=True):
+            assert close([model(tokens, positions)], [expected])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_recompute_reads_its_own_forward(use_reentrant, order):
+    """Cases 28 to 30: forwards of the same length in flight, an unpacked one between them, backward from a thread."""
+    model = Decoder(use_reentrant=use_reentrant).double()
+    splits = [LENGTHS, (8, 8), (16,)]
+    stock = copy.deepcopy(model)
+    stock.use_reentrant = None
+    expected = [gradient(stock, alone(stock, batch(s, i)[0], s)) for i, s in enumerate(splits)]
+    with packed_sdpa.attach(model, strict=True):
+        outs = [model(*batch(s, i)) for i, s in enumerate(splits)]
+        with torch.no_grad():
+            model(batch()[0])
+        got = {}
+        for index in order:
+            thread = threading.Thread(target=lambda i=index: got.update({i: backward(model, outs[i])}))
+            thread.start()
+            thread.join()
+    for index in order:
+        assert close(got[index], expected[index])
+
+
+def backward(model, out):
+    """Reentrant checkpoints take no autograd.grad."""
+    copies = dict(model.named_parameters())
+    before = {name: p.grad for name, p in copies.items()}
+    for p in copies.values():
+        p.grad = None
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    grads = [p.grad for p in copies.values()]
+    for name, p in copies.items():
+        p.grad = before[name]
+    return grads
+
+
+def test_disabled_and_armed(model):
+    tokens, _ = batch()
+    stock, expected = model(tokens), alone(model, tokens)
+    ids = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(LENGTHS))
+    packed_sdpa.arm(ids)
+    try:
+        with packed_sdpa.attach(model, documents=None, strict=True) as handle:
+            assert close([model(tokens)], [expected])
+            handle.enabled = False
+            assert torch.equal(model(tokens), stock)
+            handle.enabled = True
+            assert close([model(tokens)], [expected])
+    finally:
+        packed_sdpa.disarm()
+    with packed_sdpa.attach(model, documents=None):
+        assert torch.equal(model(tokens), stock)
+
+
+def test_armed_ids_of_another_shape(model):
+    """Case 47."""
+    tokens, _ = batch()
+    two = tokens.expand(2, -1)
+    packed_sdpa.arm(torch.ones(16).long())
+    try:
+        with packed_sdpa.attach(model, documents=None):
+            with pytest.warns(UserWarning, match=r"layers\.0\.self_attn .* batch size"):
+                model(two)
+        with packed_sdpa.attach(model, documents=None, strict=True), pytest.raises(packed_sdpa.NotTakenError):
+            model(two)
+    finally:
+        packed_sdpa.disarm()
+
+
+def test_copies_and_pickles(model):
+    """Case 43: plain classes, no hooks, not packed by the original's attachment."""
+    tokens, positions = batch()
+    stock = model(tokens, positions)
+    with packed_sdpa.attach(model):
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(other) is Decoder and type(other.layers[0].self_attn) is Attention
+            assert not other.layers[0].self_attn._forward_hooks and not other.layers[0].self_attn._forward_pre_hooks
+            assert torch.equal(other(tokens, positions), stock)
+        assert b"packed_sdpa" not in pickle.dumps(model)
+    assert type(model) is Decoder and type(model.layers[0].self_attn) is Attention
+    assert not model.layers[0].self_attn._forward_hooks
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_interrupts(model, error):
+    """Case 34."""
+    tokens, positions = batch()
+    expected = alone(model, tokens)
+
+    def stop(*_):
+        raise error
+
+    with packed_sdpa.attach(model, strict=True):
+        hook = model.layers[1].self_attn.out.register_forward_hook(stop)
+        with pytest.raises(error):
+            model(tokens, positions)
+        hook.remove()
+        assert F.scaled_dot_product_attention is STOCK
+        assert close([model(tokens, positions)], [expected])
+        assert not close([model(tokens)], [expected])
+
+
+@pytest.mark.parametrize("route", ["hooks", "interface"])
+def test_nothing_keeps_a_dropped_model_alive(route):
+    if route == "interface":
+        pytest.importorskip("transformers")
+        from hf_models import ARCHITECTURES
+
+        model = ARCHITECTURES["llama"].make()
+    else:
+        model = Decoder().double()
+    tokens, positions = batch()
+    packed_sdpa.attach(model, route=route)
+    model(tokens, position_ids=positions)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_documents_die_with_their_graph(model):
+    """Nothing is kept after backward."""
+    from packed_sdpa import armed
+
+    tokens, positions = batch()
+    gc.collect()
+    before = set(armed._alive)
+    with packed_sdpa.attach(model):
+        out = model(tokens, positions)
+        assert set(armed._alive) - before
+        out.sum().backward()
+        del out
+        gc.collect()
+        assert set(armed._alive) <= before

@@ -1,0 +1,168 @@
+"""check_isolation, and report."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import packed_sdpa
+from hf_models import ARCHITECTURES, LENGTHS, packed_batch
+
+
+@pytest.fixture
+def model():
+    return ARCHITECTURES["llama"].make(dtype=torch.float32).train()
+
+
+def test_attached_model_is_isolated(model):
+    before = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with packed_sdpa.attach(model, strict=True):
+        result = packed_sdpa.check_isolation(model, packed_batch(rows=2))
+    assert result.ok and result.leak is None and result.documents == 2 * len(LENGTHS)
+    assert [row.check for row in result.rows] == ["changed document", "gradient", "document alone"]
+    assert result.rows[0].value == result.rows[1].value == 0.0
+    assert "isolated" in str(result) and "LEAK" not in str(result)
+    assert model.training and before == {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_stock_model_leaks_and_says_where(model):
+    result = packed_sdpa.check_isolation(model, packed_batch())  # use_cache makes Transformers forget the packing
+    assert not result.ok and [row.ok for row in result.rows] == [False, False, False]
+    assert result.leak.module == "model.layers.0.self_attn" and "not attached" in result.leak.reason
+    assert "NOT isolated" in str(result) and "first leak" in str(result)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt2", "mixtral", "bert"])
+def test_other_models(name):
+    model = ARCHITECTURES[name].make(dtype=torch.float32)
+    with packed_sdpa.attach(model):
+        result = packed_sdpa.check_isolation(model, packed_batch(), max_documents=2)
+    assert result.ok, str(result)
+
+
+def test_eager_layer_is_named(model):
+    attention = model.model.layers[1].self_attn
+
+    def forward(hidden_states, **_):
+        q = attention.q_proj(hidden_states)
+        return (q @ q.transpose(1, 2)).softmax(-1) @ q, None
+
+    attention.forward = forward
+    with packed_sdpa.attach(model, strict=True) as handle, pytest.warns(UserWarning, match=r"layers\.1\.self_attn"):
+        result = packed_sdpa.check_isolation(model, packed_batch())
+        assert not result.ok and result.leak.module == "model.layers.1.self_attn"
+        assert "was not taken: it made no call" in result.leak.reason
+        with pytest.raises(packed_sdpa.NotTakenError):  # strict again
+            model(**packed_batch())
+        assert handle.enabled
+
+
+def test_convolution_layer_is_named():
+    import transformers
+
+    from hf_models import _SMALL
+
+    config = transformers.Lfm2Config(**_SMALL, layer_types=["full_attention", "conv"])
+    model = transformers.Lfm2ForCausalLM(config)
+    with pytest.warns(UserWarning, match="convolution"), packed_sdpa.attach(model):
+        result = packed_sdpa.check_isolation(model, packed_batch())
+    assert not result.ok and result.leak.module.startswith("model.layers.1.conv")
+    assert "mixes tokens without attention" in result.leak.reason
+
+
+class Block(nn.Module):
+    def __init__(self, hooked):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.hooked = hooked
+
+    def forward(self, x):
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        return x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleDict({"self_attn": Block(True)})
+        self.second = nn.ModuleDict({"cross_attention": Block(False)})
+
+    def forward(self, x):
+        return self.second["cross_attention"](self.first["self_attn"](x))
+
+
+def test_a_model_of_the_users_own_with_an_unhooked_name():
+    model = Plain()
+    batch = {"x": torch.randn(1, 6, 8), "doc_ids": torch.tensor([[1, 1, 2, 2, 2, 0]])}
+    with packed_sdpa.attach(model):
+        result = packed_sdpa.check_isolation(model, batch)
+        assert result.leak.module == "second.cross_attention" and "name it with match=" in result.leak.reason
+    with packed_sdpa.attach(model, match=["self_attn", "cross_attention"]):
+        assert packed_sdpa.check_isolation(model, batch).ok
+
+
+def test_armed_documents_and_documents_function(model):
+    ids = torch.repeat_interleave(torch.arange(1, 6), torch.tensor(LENGTHS))[None]
+    tokens = {"input_ids": packed_batch()["input_ids"]}
+    packed_sdpa.arm(ids)
+    try:
+        with packed_sdpa.attach(model, documents=None):
+            assert packed_sdpa.check_isolation(model, tokens).ok
+    finally:
+        packed_sdpa.disarm()
+    with packed_sdpa.attach(model, documents=lambda input_ids, **_: ids):
+        assert packed_sdpa.check_isolation(model, tokens).ok
+
+
+def test_bad_input(model):
+    with pytest.raises(ValueError, match=r"batch tells no documents: give doc_ids, .* got input_ids"):
+        packed_sdpa.check_isolation(model, {"input_ids": packed_batch()["input_ids"]})
+    with pytest.raises(ValueError, match="tells 1 document; isolation needs at least two"):
+        packed_sdpa.check_isolation(model, {**packed_batch((5,)), "doc_ids": torch.ones(1, 5).long()})
+    with pytest.raises(ValueError, match="max_documents must be at least 1, got 0"):
+        packed_sdpa.check_isolation(model, packed_batch(), max_documents=0)
+
+
+# ---- report
+
+
+def test_report_counts_and_prints(model):
+    with pytest.raises(ValueError, match=r"this LlamaForCausalLM is not attached; call packed_sdpa.attach"):
+        packed_sdpa.report(model)
+    with packed_sdpa.attach(model) as handle:
+        model(**packed_batch())
+        model(input_ids=packed_batch()["input_ids"])
+        report = packed_sdpa.report(model.model)  # a part of it will do
+        text = str(report)
+        assert (report.taken, report.passed, report.route, report.layouts_built) == (2, 2, "interface", 1)
+        assert report.reasons == {"no documents in this forward": 2} and sum(report.backends.values()) == 2
+        assert all(name in text for name in ("model.layers.0.self_attn", "model.layers.1.self_attn", *report.backends))
+        report.reset()
+        assert packed_sdpa.report(handle).taken == 0 and report.taken == 2
+
+
+def test_copies_do_not_count(model):
+    with packed_sdpa.attach(model):
+        copy.deepcopy(model)(**packed_batch())
+        assert packed_sdpa.report(model).taken == 0
+
+
+def test_import_without_transformers():
+    script = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import torch, packed_sdpa\n"
+        "class M(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.self_attn = torch.nn.MultiheadAttention(8, 2, batch_first=True)\n"
+        "    def forward(self, x): return self.self_attn(x, x, x, need_weights=False)[0]\n"
+        "packed_sdpa.attach(M()).detach()\n"
+        "try: packed_sdpa.register_hf_attention()\n"
+        "except ImportError as error: print(error)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "needs transformers" in out and "route='hooks'" in out
