@@ -96,9 +96,23 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     from packed_sdpa.bench_options import add_bench_arguments
 
     add_bench_arguments(parser)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: M1 to M3 in bfloat16 only")
+
+
+def _bench_cuda(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from packed_sdpa import bench_cuda
+
+    if not torch.cuda.is_available():
+        raise InputError("--device cuda needs a CUDA device, and this machine has none")
+    wanted = [("--json", arguments.json), ("--plot", arguments.plot), ("--rounds", arguments.rounds)]
+    return bench_cuda.main([str(part) for flag, value in wanted if value is not None for part in (flag, value)])
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.device == "cuda":
+        return _bench_cuda(arguments)
     from packed_sdpa.bench import run_bench
     from packed_sdpa.bench_options import BenchOptions
 
