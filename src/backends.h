@@ -6,6 +6,10 @@
 namespace packed_sdpa {
 
 const AttentionBackend& cpu_backend();
+const AttentionBackend& flash_backend();
+const AttentionBackend& efficient_backend();
+const AttentionBackend& te_backend();
+const AttentionBackend& flash_attn_backend();
 const AttentionBackend& per_document_backend();
 const AttentionBackend& reference_backend();
 

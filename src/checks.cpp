@@ -123,8 +123,11 @@ void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q,
   int32_1d(tensors.token_index_k, "token_index_k");
   int32_1d(tensors.diagonal_offsets, "diagonal_offsets");
   TORCH_CHECK_VALUE(tensors.max_seqlens.defined() && tensors.max_seqlens.dim() == 1 &&
-                        tensors.max_seqlens.numel() == 2 && tensors.max_seqlens.scalar_type() == at::kLong,
-                    "max_seqlens must be int64 [2]; take layouts from PackedLayout.from_*()");
+                        (tensors.max_seqlens.numel() == 2 ||
+                         tensors.max_seqlens.numel() == 3 + 2 * tensors.cu_seqlens_q.numel()) &&
+                        tensors.max_seqlens.scalar_type() == at::kLong,
+                    "max_seqlens must be int64 [2], or [2 N + 5] beside device tensors; take layouts from "
+                    "PackedLayout.from_*()");
   TORCH_CHECK_VALUE(tensors.cu_seqlens_q.numel() == tensors.cu_seqlens_k.numel(),
                     "cu_seqlens_q and cu_seqlens_k must describe the same documents, got ",
                     tensors.cu_seqlens_q.numel(), " and ", tensors.cu_seqlens_k.numel(), " entries");

@@ -2,10 +2,10 @@
 #include <ATen/Context.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <sstream>
 
 #include "backends.h"
+#include "cuda/capability.h"
 #include "packed_sdpa/backend.h"
 #include "rows.h"
 
@@ -42,16 +42,17 @@ std::string describe(const AttentionRequest& request) {
   text << request.dtype << " on " << request.device << ", B " << request.batch << ", Hq " << request.num_heads
        << ", Hkv " << request.num_kv_heads << ", L " << request.rows_q << ", S " << request.rows_k << ", D "
        << request.head_dim << ", Dv " << request.head_dim_v << ", is_causal " << request.mask.is_causal
-       << ", window_size (" << request.mask.window_left << ", " << request.mask.window_right << "), dropout_p "
-       << request.dropout_p;
+       << ", window_size (" << request.mask.window_left << ", " << request.mask.window_right
+       << "), dropout_p " << request.dropout_p;
   return text.str();
 }
 
 }  // namespace
 
 const std::vector<const AttentionBackend*>& available_backends() {
-  static const std::vector<const AttentionBackend*> backends = {&cpu_backend(), &per_document_backend(),
-                                                                &reference_backend()};
+  static const std::vector<const AttentionBackend*> backends = {
+      &cpu_backend(), &flash_backend(),      &efficient_backend(), &te_backend(), &flash_attn_backend(),
+      &per_document_backend(), &reference_backend()};
   return backends;
 }
 
@@ -75,26 +76,42 @@ AttentionRequest make_request(const AttentionCall& call) {
   request.max_seqlen_q = call.layout.max_seqlens.const_data_ptr<int64_t>()[0];
   request.max_seqlen_k = call.layout.max_seqlens.const_data_ptr<int64_t>()[1];
   request.host_offsets = has_host_offsets(call.layout);
+  request.has_gaps = has_gaps(call.layout);
+  request.compute_capability = compute_capability(request.device);
   return request;
 }
 
-std::vector<BackendReport> explain(const AttentionRequest& request, std::string_view preference) {
+namespace {
+
+// A backend in the order in which a preference tries them; `eligible`: it may be chosen.
+struct Candidate {
+  const AttentionBackend* backend;
+  bool eligible;
+};
+
+std::vector<Candidate> candidates(std::string_view preference) {
   const bool is_auto = preference == kAuto;
   const bool is_preference = preference.substr(0, kAutoPrefix.size()) == kAutoPrefix;
   const AttentionBackend* named = nullptr;
   if (is_preference) named = &backend_named(preference.substr(kAutoPrefix.size()));
   if (!is_auto && !is_preference) named = &backend_named(preference);
-
-  std::vector<const AttentionBackend*> order = available_backends();
-  if (named != nullptr) {
-    std::stable_partition(order.begin(), order.end(), [&](const AttentionBackend* entry) { return entry == named; });
-  }
   const bool is_order = named != nullptr && !is_preference;
+
+  std::vector<Candidate> order;
+  if (named != nullptr) order.push_back({named, true});
+  for (const AttentionBackend* backend : available_backends()) {
+    if (backend != named) order.push_back({backend, !is_order && taken_by_auto(*backend)});
+  }
+  return order;
+}
+
+}  // namespace
+
+std::vector<BackendReport> explain(const AttentionRequest& request, std::string_view preference) {
   std::vector<BackendReport> reports;
   bool found = false;
-  for (const AttentionBackend* backend : order) {
+  for (const auto& [backend, eligible] : candidates(preference)) {
     BackendReport report{std::string(backend->name()), backend->unsupported_reasons(request), false};
-    const bool eligible = is_order ? backend == named : (backend == named || taken_by_auto(*backend));
     report.chosen = !found && eligible && report.reasons.empty();
     found |= report.chosen;
     reports.push_back(std::move(report));
@@ -103,10 +120,10 @@ std::vector<BackendReport> explain(const AttentionRequest& request, std::string_
 }
 
 const AttentionBackend& select_backend(const AttentionRequest& request, std::string_view preference) {
-  const std::vector<BackendReport> reports = explain(request, preference);
-  for (const BackendReport& report : reports) {
-    if (report.chosen) return backend_named(report.name);
+  for (const auto& [backend, eligible] : candidates(preference)) {
+    if (eligible && backend->unsupported_reasons(request).empty()) return *backend;
   }
+  const std::vector<BackendReport> reports = explain(request, preference);
   if (preference == reports.front().name) {
     TORCH_CHECK(false, "backend '", reports.front().name, "' cannot take this call (", describe(request),
                 "): ", join(reports.front().reasons), ". backend='auto' takes the first that can");

@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "checks.h"
+#include "device_layout.h"
+#include "rows.h"
 
 namespace packed_sdpa {
 
@@ -90,17 +92,6 @@ bool is_row_order(const std::vector<int32_t>& index, int64_t total_rows) {
   return true;
 }
 
-bool any_gap(const at::Tensor& cu_seqlens, const at::Tensor& index) {
-  if (index.numel() == 0) return false;
-  const int32_t* offsets = cu_seqlens.const_data_ptr<int32_t>();
-  const int32_t* rows = index.const_data_ptr<int32_t>();
-  for (int64_t d = 0; d + 1 < cu_seqlens.numel(); ++d) {
-    const int32_t count = offsets[d + 1] - offsets[d];
-    if (count > 0 && rows[offsets[d + 1] - 1] - rows[offsets[d]] != count - 1) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 PackedLayout PackedLayout::from_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q,
@@ -115,7 +106,7 @@ PackedLayout PackedLayout::from_tensors(const LayoutTensors& tensors, int64_t ba
     const int64_t num_documents = tensors.cu_seqlens_q.numel() - 1;
     data->total_q = tensors.cu_seqlens_q.const_data_ptr<int32_t>()[num_documents];
     data->total_k = tensors.cu_seqlens_k.const_data_ptr<int32_t>()[num_documents];
-    data->has_gaps = any_gap(tensors.cu_seqlens_k, tensors.token_index_k);
+    data->has_gaps = packed_sdpa::has_gaps(tensors);
   }
   return PackedLayout(std::move(data));
 }
@@ -253,15 +244,7 @@ const LayoutTensors& PackedLayout::tensors(const at::Device& device) const {
   if (device == data_->host.cu_seqlens_q.device()) return data_->host;
   const std::lock_guard<std::mutex> guard(data_->copies_mutex);
   const auto [entry, is_new] = data_->copies.try_emplace(device.str());
-  if (is_new) {
-    LayoutTensors& copy = entry->second;
-    copy.cu_seqlens_q = data_->host.cu_seqlens_q.to(device);
-    copy.cu_seqlens_k = data_->host.cu_seqlens_k.to(device);
-    copy.token_index_q = data_->host.token_index_q.to(device);
-    copy.token_index_k = data_->host.token_index_k.to(device);
-    copy.diagonal_offsets = data_->host.diagonal_offsets.to(device);
-    copy.max_seqlens = data_->host.max_seqlens;
-  }
+  if (is_new) entry->second = device_layout(data_->host, data_->batch, data_->rows_q, data_->rows_k, device);
   return entry->second;
 }
 

@@ -1,45 +1,70 @@
-// PackedLayout for Python: constructors as operators on tensors. Each returns the six LayoutTensors in their order.
+// PackedLayout for Python: constructors as operators on tensors. Each returns the six LayoutTensors in their
+// order.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <vector>
 
+#include "device_layout.h"
 #include "packed_sdpa/layout.h"
 
 namespace packed_sdpa {
 
 namespace {
 
-std::vector<at::Tensor> as_list(const PackedLayout& layout) {
-  const LayoutTensors& tensors = layout.tensors();
+std::vector<at::Tensor> as_list(const LayoutTensors& tensors) {
   return {tensors.cu_seqlens_q,  tensors.cu_seqlens_k,     tensors.token_index_q,
           tensors.token_index_k, tensors.diagonal_offsets, tensors.max_seqlens};
 }
 
 std::vector<at::Tensor> layout_from_doc_ids(const at::Tensor& doc_ids, int64_t row_offset,
                                             std::optional<int64_t> rows) {
-  return as_list(PackedLayout::from_doc_ids(doc_ids, row_offset, rows));
+  return as_list(PackedLayout::from_doc_ids(doc_ids, row_offset, rows).tensors());
 }
 
 std::vector<at::Tensor> layout_from_seqlens(const at::Tensor& seqlens, std::optional<int64_t> total) {
-  return as_list(PackedLayout::from_seqlens(seqlens, total));
+  return as_list(PackedLayout::from_seqlens(seqlens, total).tensors());
 }
 
 std::vector<at::Tensor> layout_from_cu_seqlens(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                                               std::optional<int64_t> total_q, std::optional<int64_t> total_k) {
-  return as_list(PackedLayout::from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k));
+                                               std::optional<int64_t> total_q,
+                                               std::optional<int64_t> total_k) {
+  return as_list(PackedLayout::from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k).tensors());
 }
 
 std::vector<at::Tensor> layout_from_position_ids(const at::Tensor& position_ids) {
-  return as_list(PackedLayout::from_position_ids(position_ids));
+  return as_list(PackedLayout::from_position_ids(position_ids).tensors());
+}
+
+LayoutTensors as_layout(at::TensorList tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 6, "a layout has 6 tensors, got ", tensors.size());
+  return {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5]};
+}
+
+// The form for kernels on a device (device_layout.h).
+std::vector<at::Tensor> layout_to_device(at::TensorList tensors, int64_t batch, int64_t rows_q,
+                                         int64_t rows_k, at::Device device) {
+  return as_list(device_layout(as_layout(tensors), batch, rows_q, rows_k, device));
+}
+
+// Row order to the last row, padding as documents in pieces: on the host, for GraphLayout. Empty list:
+// documents have gaps.
+std::vector<at::Tensor> layout_in_row_order(at::TensorList tensors, int64_t batch, int64_t rows_q,
+                                            int64_t rows_k, int64_t piece) {
+  const std::optional<LayoutTensors> form =
+      row_order_layout(as_layout(tensors), batch, rows_q, rows_k, /*to_the_end=*/true, piece, piece);
+  return form ? as_list(*form) : std::vector<at::Tensor>{};
+}
+
+// How many tensors (saved for a backward, for one) share the memory of this one, itself included.
+int64_t storage_use_count(const at::Tensor& tensor) {
+  return static_cast<int64_t>(tensor.storage().use_count());
 }
 
 // Checks tensors that somebody else made, and gives the dense mask of them.
 at::Tensor layout_mask(at::TensorList tensors, int64_t batch, int64_t rows_q, int64_t rows_k, bool is_causal,
                        int64_t window_left, int64_t window_right) {
-  TORCH_CHECK_VALUE(tensors.size() == 6, "a layout has 6 tensors, got ", tensors.size());
-  const PackedLayout layout = PackedLayout::from_tensors(
-      {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5]}, batch, rows_q, rows_k);
+  const PackedLayout layout = PackedLayout::from_tensors(as_layout(tensors), batch, rows_q, rows_k);
   return layout.materialize_mask({is_causal, window_left, window_right});
 }
 
@@ -47,12 +72,21 @@ at::Tensor layout_mask(at::TensorList tensors, int64_t batch, int64_t rows_q, in
 
 // Composite: they take ids from any device and always give host tensors, so no device kernel of their own.
 TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
-  library.def("layout_from_doc_ids(Tensor doc_ids, int row_offset, int? rows) -> Tensor[]", layout_from_doc_ids);
+  library.def("layout_from_doc_ids(Tensor doc_ids, int row_offset, int? rows) -> Tensor[]",
+              layout_from_doc_ids);
   library.def("layout_from_seqlens(Tensor seqlens, int? total) -> Tensor[]", layout_from_seqlens);
   library.def(
-      "layout_from_cu_seqlens(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int? total_q, int? total_k) -> Tensor[]",
+      "layout_from_cu_seqlens(Tensor cu_seqlens_q, Tensor cu_seqlens_k, int? total_q, int? total_k) -> "
+      "Tensor[]",
       layout_from_cu_seqlens);
   library.def("layout_from_position_ids(Tensor position_ids) -> Tensor[]", layout_from_position_ids);
+  library.def(
+      "layout_to_device(Tensor[] tensors, int batch, int rows_q, int rows_k, Device device) -> Tensor[]",
+      layout_to_device);
+  library.def(
+      "layout_in_row_order(Tensor[] tensors, int batch, int rows_q, int rows_k, int piece) -> Tensor[]",
+      layout_in_row_order);
+  library.def("storage_use_count(Tensor tensor) -> int", storage_use_count);
   library.def(
       "layout_mask(Tensor[] tensors, int batch, int rows_q, int rows_k, bool is_causal, int window_left, "
       "int window_right) -> Tensor",

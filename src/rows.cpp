@@ -28,35 +28,75 @@ at::Tensor from_rows(const at::Tensor& rows, const at::Tensor& like) {
 }
 
 at::Tensor lse_from_rows(const at::Tensor& lse_rows, int64_t batch) {
+  const int64_t heads = lse_rows.size(0);
   const int64_t count = batch == 0 ? 0 : lse_rows.size(1) / batch;
-  return lse_rows.reshape({lse_rows.size(0), batch, count}).transpose(0, 1).contiguous();
+  const at::Tensor lse = lse_rows.reshape({heads, batch, count}).transpose(0, 1);
+  // as_strided: strides of dims of size 1 too are those that the meta kernel tells.
+  if (lse.is_contiguous()) return lse.as_strided({batch, heads, count}, {heads * count, count, 1});
+  return lse.contiguous();
 }
 
 at::Tensor lse_as_rows(const at::Tensor& lse) {
   return lse.transpose(0, 1).flatten(1, 2);
 }
 
+namespace {
+
+// The mirror behind max_seqlens: [longest q, longest k, has gaps, cu_seqlens_q ..., cu_seqlens_k ...].
+constexpr int64_t kMirrorGaps = 2;
+constexpr int64_t kMirrorOffsets = 3;
+
+bool has_mirror(const LayoutTensors& layout) {
+  return layout.max_seqlens.numel() > 2;
+}
+
+// Entry `at` of cu_seqlens_q (or _k) on the host.
+std::optional<int64_t> host_offset(const LayoutTensors& layout, bool of_queries, int64_t at) {
+  const at::Tensor& cu_seqlens = of_queries ? layout.cu_seqlens_q : layout.cu_seqlens_k;
+  if (cu_seqlens.is_cpu()) return cu_seqlens.const_data_ptr<int32_t>()[at];
+  if (!has_mirror(layout)) return std::nullopt;
+  const int64_t* mirror = layout.max_seqlens.const_data_ptr<int64_t>() + kMirrorOffsets;
+  return mirror[(of_queries ? 0 : cu_seqlens.numel()) + at];
+}
+
+}  // namespace
+
 bool has_host_offsets(const LayoutTensors& layout) {
-  return layout.cu_seqlens_q.is_cpu() || layout.max_seqlens.numel() > 2;
+  return layout.cu_seqlens_q.is_cpu() || has_mirror(layout);
 }
 
 HostOffsets host_offsets(const LayoutTensors& layout) {
   TORCH_CHECK(has_host_offsets(layout),
               "packed_sdpa: a backend that reads offsets on the host was given a layout ",
               "without them; this is a bug in packed_sdpa");
-  const int64_t count = layout.cu_seqlens_q.numel();
   HostOffsets offsets;
-  if (layout.cu_seqlens_q.is_cpu()) {
-    const int32_t* q = layout.cu_seqlens_q.const_data_ptr<int32_t>();
-    const int32_t* k = layout.cu_seqlens_k.const_data_ptr<int32_t>();
-    offsets.q.assign(q, q + count);
-    offsets.k.assign(k, k + count);
-  } else {
-    const int64_t* mirror = layout.max_seqlens.const_data_ptr<int64_t>() + 2;
-    offsets.q.assign(mirror, mirror + count);
-    offsets.k.assign(mirror + count, mirror + 2 * count);
+  for (int64_t d = 0; d < layout.cu_seqlens_q.numel(); ++d) {
+    offsets.q.push_back(*host_offset(layout, true, d));
+    offsets.k.push_back(*host_offset(layout, false, d));
   }
   return offsets;
+}
+
+std::optional<int64_t> host_total_q(const LayoutTensors& layout) {
+  return host_offset(layout, true, layout.cu_seqlens_q.numel() - 1);
+}
+
+std::optional<int64_t> host_total_k(const LayoutTensors& layout) {
+  return host_offset(layout, false, layout.cu_seqlens_k.numel() - 1);
+}
+
+bool has_gaps(const LayoutTensors& layout) {
+  if (layout.token_index_k.numel() == 0) return false;
+  if (!layout.token_index_k.is_cpu()) {
+    return has_mirror(layout) && layout.max_seqlens.const_data_ptr<int64_t>()[kMirrorGaps] != 0;
+  }
+  const int32_t* offsets = layout.cu_seqlens_k.const_data_ptr<int32_t>();
+  const int32_t* rows = layout.token_index_k.const_data_ptr<int32_t>();
+  for (int64_t d = 0; d + 1 < layout.cu_seqlens_k.numel(); ++d) {
+    const int32_t count = offsets[d + 1] - offsets[d];
+    if (count > 0 && rows[offsets[d + 1] - 1] - rows[offsets[d]] != count - 1) return true;
+  }
+  return false;
 }
 
 }  // namespace packed_sdpa

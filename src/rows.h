@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "packed_sdpa/layout.h"
@@ -19,12 +20,17 @@ at::Tensor from_rows(const at::Tensor& rows, const at::Tensor& like);
 at::Tensor lse_from_rows(const at::Tensor& lse_rows, int64_t batch);
 at::Tensor lse_as_rows(const at::Tensor& lse);
 
-// Offsets of the documents on the host, from the layout itself when it is there, else from the mirror behind
-// max_seqlens. No device tensor is read. A layout whose values only the device knows (GraphLayout) has none.
+// What is known on the host about a layout, from its own tensors when they are there, else from the mirror
+// that follows max_seqlens (layout.h). No device tensor is read. A GraphLayout on a device has no mirror: it
+// is refilled there.
 struct HostOffsets {
   std::vector<int64_t> q, k;  // [N + 1]
 };
 bool has_host_offsets(const LayoutTensors& layout);
 HostOffsets host_offsets(const LayoutTensors& layout);
+std::optional<int64_t> host_total_q(const LayoutTensors& layout);  // real tokens
+std::optional<int64_t> host_total_k(const LayoutTensors& layout);
+// Some document has other rows between its own. A GraphLayout never has.
+bool has_gaps(const LayoutTensors& layout);
 
 }  // namespace packed_sdpa

@@ -35,6 +35,8 @@ struct AttentionRequest {
   int64_t max_seqlen_q = 0;
   int64_t max_seqlen_k = 0;
   bool host_offsets = true;  // the offsets are on the host too, so a backend may plan with them
+  bool has_gaps = false;     // some document has other rows between its own
+  int compute_capability = 0;  // of a CUDA device: 80 for 8.0; 0 when not known
 };
 
 // A checked call: shapes, dtypes, devices and layout values agree (checks.cpp saw to it).

@@ -20,7 +20,9 @@ struct LayoutTensors {
   at::Tensor token_index_q;     // int32 [Tq] or [0]
   at::Tensor token_index_k;     // int32 [Tk] or [0]
   at::Tensor diagonal_offsets;  // int32 [N] or [0]: key rank of a document's first query; [0] means bottom-right
-  at::Tensor max_seqlens;       // int64 [2] on the host: longest document in queries, in keys
+  // int64 on the host: longest document in queries, in keys. Beside device tensors a mirror of what the host knows
+  // follows: has gaps, cu_seqlens_q [N + 1], cu_seqlens_k [N + 1], so that no backend needs to read the device.
+  at::Tensor max_seqlens;
 };
 
 // What a mask lets through: shared by kernels, backends and materialize_mask.
@@ -65,7 +67,9 @@ class PackedLayout {
   bool is_bottom_right() const;
 
   const LayoutTensors& tensors() const;                         // on the host
-  const LayoutTensors& tensors(const at::Device& device) const;  // copied once a device, then kept
+  // For kernels on a device, copied there once and then kept. Padding between documents may be told as documents
+  // (q = n, k = 0) and (q = 0, k = n), which saves a gather; totals and maxima are then those of that form.
+  const LayoutTensors& tensors(const at::Device& device) const;
 
   // Dense bool mask [B, L, S], true where a query sees a key. O(B * L * S): for debugging and tests only.
   at::Tensor materialize_mask(const MaskOptions& options = {}) const;

@@ -5,6 +5,7 @@ from packed_sdpa.arming import arm, disarm
 from packed_sdpa.attach import Handle, NotTakenError, attach
 from packed_sdpa.check import check_isolation
 from packed_sdpa.functional import available_backends, explain, packed_attention, varlen_attention
+from packed_sdpa.graph_layout import GraphLayout
 from packed_sdpa.hf import register_hf_attention
 from packed_sdpa.layout import LayoutTensors, PackedLayout
 from packed_sdpa.mask_audit import MaskNotHonouredError
@@ -14,6 +15,7 @@ from packed_sdpa.report import Report, report
 __version__ = "0.1.0"
 
 __all__ = [
+    "GraphLayout",
     "Handle",
     "LayoutTensors",
     "MaskNotHonouredError",

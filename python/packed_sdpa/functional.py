@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
+from packed_sdpa import packages
 from packed_sdpa._library import ops
+from packed_sdpa.graph_layout import GraphLayout
 from packed_sdpa.layout import LayoutTensors, PackedLayout
+from packed_sdpa.packages import PackageCall
 
 
 @overload
@@ -20,7 +24,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: PackedLayout,
+    layout: PackedLayout | GraphLayout,
     *,
     is_causal: bool = ...,
     window_size: tuple[int, int] = ...,
@@ -36,7 +40,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: PackedLayout,
+    layout: PackedLayout | GraphLayout,
     *,
     is_causal: bool = ...,
     window_size: tuple[int, int] = ...,
@@ -51,7 +55,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: PackedLayout,
+    layout: PackedLayout | GraphLayout,
     *,
     is_causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
@@ -90,6 +94,7 @@ def packed_attention(
         scale=scale,
         dropout_p=dropout_p,
         backend=backend,
+        need_lse=return_lse,
     )
     return (out, lse) if return_lse else out
 
@@ -117,17 +122,17 @@ def varlen_attention(
         if tensor.dim() != 3:
             raise ValueError(f"{name} must be 3-D [T, H, D], got shape {list(tensor.shape)}")
     layout = PackedLayout.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0])
-    out, lse = packed_attention(
+    out, lse = attention_on_tensors(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
         value.transpose(0, 1).unsqueeze(0),
-        layout,
+        layout.tensors(query.device),
         is_causal=is_causal,
         window_size=window_size,
         scale=scale,
         dropout_p=dropout_p,
         backend=backend,
-        return_lse=True,
+        need_lse=return_lse,
     )
     out = out.squeeze(0).transpose(0, 1)
     return (out, lse.squeeze(0)) if return_lse else out
@@ -144,10 +149,26 @@ def attention_on_tensors(
     scale: float | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
+    need_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The operator call itself: layout tensors already on the query's device -> (out, lse)."""
+    """The operator call itself: layout tensors already on the query's device -> (out, lse).
+
+    Backends that are Python packages give an empty lse; with need_lse they have a reason not to take the call.
+    """
     if scale is None:
         scale = query.shape[-1] ** -0.5
+    package = packages.named(backend)
+    if package is not None:
+        call = PackageCall(query, key, value, layout, is_causal, window_size, scale, dropout_p, need_lse)
+        reasons = package.unsupported_reasons(call)
+        if not reasons:
+            return package.attention(call), query.new_empty(0, dtype=torch.float32)
+        if not backend.startswith(packages.AUTO_PREFIX):
+            raise RuntimeError(
+                f"backend '{backend}' cannot take this call: {'; '.join(reasons)}. "
+                "backend='auto' takes the first that can"
+            )
+        backend = "auto"
     out, lse, _ = ops.varlen_attention_forward(
         query, key, value, *layout, is_causal, window_size[0], window_size[1], scale, dropout_p, backend
     )
@@ -182,7 +203,7 @@ def explain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: PackedLayout,
+    layout: PackedLayout | GraphLayout,
     *,
     is_causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
@@ -191,8 +212,22 @@ def explain(
 ) -> BackendReports:
     """Which backend would take this call, and for each other one why not. Nothing is run."""
     _check_layout(query, key, layout)
-    rows = ops.explain(query, key, value, list(layout.tensors()), is_causal, *window_size, dropout_p, backend)
-    return BackendReports(BackendReport(row[0], row[1] == "1", tuple(row[2:])) for row in rows)
+    tensors = layout.tensors(query.device)
+    call = PackageCall(query, key, value, tensors, is_causal, window_size, 1.0, dropout_p, False)
+    asked = packages.named(backend)
+    package_takes_it = asked is not None and not asked.unsupported_reasons(call)
+    if asked is not None and backend.startswith(packages.AUTO_PREFIX) and not package_takes_it:
+        backend = "auto"
+    rows = ops.explain(query, key, value, list(tensors), is_causal, *window_size, dropout_p, backend)
+    reports = []
+    for name, chosen, *reasons in rows:
+        package = packages.named(name)
+        if package is None:
+            reports.append(BackendReport(name, chosen == "1" and not package_takes_it, tuple(reasons)))
+        else:
+            reasons = package.unsupported_reasons(call)
+            reports.append(BackendReport(name, package is asked and package_takes_it, tuple(reasons)))
+    return BackendReports(reports)
 
 
 def available_backends() -> list[str]:
@@ -200,8 +235,8 @@ def available_backends() -> list[str]:
     return ops.backend_names()
 
 
-def _check_layout(query: Tensor, key: Tensor, layout: PackedLayout) -> None:
-    if not isinstance(layout, PackedLayout):
+def _check_layout(query: Tensor, key: Tensor, layout: PackedLayout | GraphLayout) -> None:
+    if not isinstance(layout, (PackedLayout, GraphLayout)):
         raise TypeError(
             f"layout must be a PackedLayout, got {type(layout).__name__}; make one with PackedLayout.from_doc_ids(ids)"
         )

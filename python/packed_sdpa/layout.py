@@ -11,7 +11,7 @@ from packed_sdpa._library import ops
 
 
 class LayoutTensors(NamedTuple):
-    """What an attention op is given (C++ `LayoutTensors`). N documents, Tq / Tk real tokens.
+    """What an attention op is given (C++ `LayoutTensors`). N documents, Tq / Tk tokens in them.
 
     All on the device of the query but ``max_seqlens``, which stays on the host. Offsets index the gathered order, in
     which the tokens of a document stand side by side; ``token_index_*`` maps it to flat rows (``b * S + i``) and is
@@ -23,13 +23,16 @@ class LayoutTensors(NamedTuple):
     token_index_q: Tensor  # int32 [Tq] or [0]
     token_index_k: Tensor  # int32 [Tk] or [0]
     diagonal_offsets: Tensor  # int32 [N] or [0]
-    max_seqlens: Tensor  # int64 [2], host
+    max_seqlens: Tensor  # int64, host: longest q, longest k; beside device tensors the host's mirror of offsets follows
 
-    def to(self, device: torch.device) -> LayoutTensors:
-        if self.cu_seqlens_q.device == device:
-            return self
-        moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
-        return LayoutTensors(*moved, self.max_seqlens)
+
+def host_offsets(layout: LayoutTensors) -> tuple[Tensor, Tensor] | None:
+    """int64 offsets of queries and keys ``[N + 1]`` on the host. No device is read: None for a GraphLayout on one."""
+    if layout.cu_seqlens_q.device.type == "cpu":
+        return layout.cu_seqlens_q.long(), layout.cu_seqlens_k.long()
+    mirror = layout.max_seqlens[3:]  # behind the maxima and `has gaps` (src/rows.cpp)
+    count = layout.cu_seqlens_q.numel()
+    return (mirror[:count], mirror[count:]) if mirror.numel() > 0 else None
 
 
 class PackedLayout:
@@ -116,13 +119,18 @@ class PackedLayout:
         return int(self._host.max_seqlens[1])
 
     def tensors(self, device: torch.device | str = "cpu") -> LayoutTensors:
-        """The layout's tensors on a device, copied there once."""
+        """The layout's tensors for kernels on a device, copied there once; the host does not wait for the copy.
+
+        Padding between documents may then be told as documents without queries or keys, which saves a gather.
+        """
         device = torch.device(device)
         if device.type == "cpu":
             return self._host
         copies: dict[torch.device, LayoutTensors] = self._copies
         if device not in copies:
-            copies[device] = self._host.to(device)
+            copies[device] = LayoutTensors(
+                *ops.layout_to_device(list(self._host), self.batch, self.rows_q, self.rows_k, device)
+            )
         return copies[device]
 
     def materialize_mask(self, *, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Tensor:

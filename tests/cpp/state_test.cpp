@@ -31,7 +31,7 @@ at::Tensor stock(const at::Tensor& x) {
   return at::scaled_dot_product_attention(x, x, x);
 }
 at::Tensor drop_in(const at::Tensor& x) {
-  return scaled_dot_product_attention(x, x, x);
+  return packed_sdpa::scaled_dot_product_attention(x, x, x);
 }
 
 class State : public testing::Test {
@@ -110,12 +110,12 @@ TEST_F(State, HeadsAsStockTakesThem) {
   const at::Tensor query = at::randn({1, 4, 6, 8});
   const at::Tensor one = at::randn({1, 1, 6, 8});
   const at::Tensor two = at::randn({1, 2, 6, 8});
-  EXPECT_TRUE(at::allclose(scaled_dot_product_attention(query, one, one),
+  EXPECT_TRUE(at::allclose(packed_sdpa::scaled_dot_product_attention(query, one, one),
                            packed_attention(query, one, one, armed_documents()->layout()).out));
-  EXPECT_TRUE(
-      at::allclose(scaled_dot_product_attention(query, two, two, {}, 0.0, false, {}, /*enable_gqa=*/true),
-                   packed_attention(query, two, two, armed_documents()->layout()).out));
-  EXPECT_THROW(scaled_dot_product_attention(query, two, two), c10::Error);
+  EXPECT_TRUE(at::allclose(
+      packed_sdpa::scaled_dot_product_attention(query, two, two, {}, 0.0, false, {}, /*enable_gqa=*/true),
+      packed_attention(query, two, two, armed_documents()->layout()).out));
+  EXPECT_THROW(packed_sdpa::scaled_dot_product_attention(query, two, two), c10::Error);
 }
 
 // A checkpoint as a libtorch program would write one.

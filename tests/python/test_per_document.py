@@ -44,4 +44,4 @@ def test_query_blocks_of_one_document_agree_with_the_whole(dtype):
     right = torch.nn.functional.scaled_dot_product_attention(
         query.float(), key.float(), value.float(), is_causal=True, enable_gqa=True
     )
-    torch.testing.assert_close(out.float(), right, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(out.float(), right, rtol=0, atol=32 * torch.finfo(dtype).eps)

@@ -1,0 +1,77 @@
+"""What of tools/gpu_check can be tried without a device."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import struct
+import subprocess
+import sys
+import zlib
+
+import pytest
+import torch
+
+from packed_sdpa import bench_cuda
+from packed_sdpa.png import write_bars
+
+TOOLS = pathlib.Path(__file__).parents[2] / "tools"
+
+
+def test_png_of_bars(tmp_path):
+    path = tmp_path / "bars.png"
+    write_bars(path, "TITLE", [("ours packed_sdpa", 3.0), ("other", 1.5), ("none", 0.0)], highlight="packed_sdpa")
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height, depth, kind = struct.unpack(">IIBB", data[16:26])
+    assert (depth, kind) == (8, 2)
+    begin = data.index(b"IDAT")
+    (length,) = struct.unpack(">I", data[begin - 4 : begin])
+    pixels = zlib.decompress(data[begin + 4 : begin + 4 + length])
+    assert len(pixels) == height * (1 + 3 * width)
+    rows = [pixels[i * (1 + 3 * width) + 1 : (i + 1) * (1 + 3 * width)] for i in range(height)]
+    ours = max(row.count(bytes((47, 111, 186))) for row in rows)
+    other = max(row.count(bytes((160, 174, 192))) for row in rows)
+    assert 1.9 < ours / other < 2.1
+
+
+def test_cuda_cases_and_ratios():
+    cases = bench_cuda.cuda_cases([2048])
+    assert [case.name for case in cases] == ["M1", "M2", "M3"] and all(case.seq_len == 2048 for case in cases)
+    timings = [
+        bench_cuda.Timing("M1", 2048, 4, "packed_sdpa", 1.0, 2.0, 1.0, 1.0),
+        bench_cuda.Timing("M1", 2048, 4, "flex", 1.0, 3.0, 1.0, 1.0),
+        bench_cuda.Timing("M2", 2048, 4, "flex", 1.0, 3.0, 1.0, 1.0),
+    ]
+    assert bench_cuda._ratios(timings) == {"M1, S 2048": {"flex": 1.5}}
+
+
+def test_plot_of_a_result(tmp_path):
+    timing = bench_cuda.asdict(bench_cuda.Timing("M1", 8192, 4, "packed_sdpa", 1.0, 2.0, 1.0, 321.0))
+    assert bench_cuda.plot({"timings": [timing]}, tmp_path / "plots").stat().st_size > 100
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no device")
+def test_bench_without_a_device():
+    with pytest.raises(RuntimeError, match="the CUDA benchmark needs a CUDA device, and this machine has none"):
+        bench_cuda.run_bench([1024], 1, 1.0)
+    asked = subprocess.run(
+        [sys.executable, "-m", "packed_sdpa.cli", "bench", "--device", "cuda"], capture_output=True, text=True
+    )
+    assert "Traceback" not in asked.stderr
+
+
+def test_gpu_check_describes_itself():
+    asked = subprocess.run([sys.executable, str(TOOLS / "gpu_check"), "--help"], capture_output=True, text=True)
+    assert asked.returncode == 0 and "--minutes" in asked.stdout
+
+
+def test_gpu_check_stops_and_reports_when_there_is_no_time(tmp_path):
+    asked = subprocess.run(
+        [sys.executable, str(TOOLS / "gpu_check"), "--out", str(tmp_path), "--minutes", "0"],
+        capture_output=True,
+        text=True,
+    )
+    assert asked.returncode == 1
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert report["steps"]["build"] == {"passed": False, "ended": "no time left"}
