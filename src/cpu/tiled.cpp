@@ -111,4 +111,18 @@ TiledBackward::TiledBackward(const BackwardParams& params_in, int64_t keys_per_i
   }
 }
 
+void run_tiled_forward(const ForwardParams& params, Executor& executor, int64_t rows_per_item,
+                       size_t (*scratch_bytes)(const TiledForward& call), RunItem run_item) {
+  const int64_t group = params.shape.num_heads / params.shape.num_kv_heads;
+  TiledForward call(params, std::max<int64_t>(1, rows_per_item / group));
+  run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), run_item, &call);
+}
+
+void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_t keys_per_item,
+                        int64_t rows_per_tile, bool own_sums, size_t (*scratch_bytes)(const TiledBackward& call),
+                        RunItem run_item) {
+  TiledBackward call(params, keys_per_item, rows_per_tile, own_sums);
+  run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), run_item, &call);
+}
+
 }  // namespace packed_sdpa::cpu

@@ -108,4 +108,13 @@ struct TiledBackward : TiledCall {
   std::vector<std::unique_ptr<GradQuerySum>> sums_;
 };
 
+// A call, given the kernel's sizes and what it does for one item. These own the plan, so that none of its containers is
+// built or destroyed in code of a target region.
+using RunItem = void (*)(void* context, int64_t item, Scratch& scratch);
+void run_tiled_forward(const ForwardParams& params, Executor& executor, int64_t rows_per_item,
+                       size_t (*scratch_bytes)(const TiledForward& call), RunItem run_item);
+void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_t keys_per_item,
+                        int64_t rows_per_tile, bool own_sums, size_t (*scratch_bytes)(const TiledBackward& call),
+                        RunItem run_item);
+
 }  // namespace packed_sdpa::cpu

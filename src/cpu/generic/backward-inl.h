@@ -468,9 +468,14 @@ void backward_item(void* context, int64_t index, Scratch& scratch) {
 }
 
 template <class E, typename T>
-void run_backward(const BackwardParams& params, Executor& executor) {
-  TiledBackward call(params, E::kBackwardItemKeys, E::kBackwardRows, sizeof(T) != sizeof(float));
+size_t backward_scratch(const TiledBackward& call) {
   ScratchSize size;
   const BackwardBuffers<E, T> sized(call, &size);
-  run_work_items(executor, static_cast<int64_t>(call.items.size()), size.bytes(), &backward_item<E, T>, &call);
+  return size.bytes();
+}
+
+template <class E, typename T>
+void run_backward(const BackwardParams& params, Executor& executor) {
+  run_tiled_backward(params, executor, E::kBackwardItemKeys, E::kBackwardRows, sizeof(T) != sizeof(float),
+                     &backward_scratch<E, T>, &backward_item<E, T>);
 }

@@ -353,10 +353,13 @@ void forward_item(void* context, int64_t index, Scratch& scratch) {
 }
 
 template <class E, typename T>
-void run_forward(const ForwardParams& params, Executor& executor) {
-  const int64_t group = params.shape.num_heads / params.shape.num_kv_heads;
-  TiledForward call(params, E::kForwardItemRows > group ? E::kForwardItemRows / group : 1);
+size_t forward_scratch(const TiledForward& call) {
   ScratchSize size;
   const ForwardBuffers<E, T> sized(call, &size);
-  run_work_items(executor, static_cast<int64_t>(call.items.size()), size.bytes(), &forward_item<E, T>, &call);
+  return size.bytes();
+}
+
+template <class E, typename T>
+void run_forward(const ForwardParams& params, Executor& executor) {
+  run_tiled_forward(params, executor, E::kForwardItemRows, &forward_scratch<E, T>, &forward_item<E, T>);
 }
