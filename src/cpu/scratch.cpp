@@ -60,6 +60,8 @@ void* Scratch::take_bytes(size_t bytes) {
   return result;
 }
 
-void Scratch::poison_for_tests(bool poison) { poison_blocks.store(poison, std::memory_order_relaxed); }
+void Scratch::poison_for_tests(bool poison) {
+  poison_blocks.store(poison, std::memory_order_relaxed);
+}
 
 }  // namespace packed_sdpa::cpu
