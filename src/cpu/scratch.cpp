@@ -39,7 +39,7 @@ Scratch::Scratch(size_t bytes) {
     if (base_ == nullptr) throw std::bad_alloc();
     size_ = needed;
   }
-  if (poison_blocks.load(std::memory_order_relaxed)) std::memset(base_, 0xff, size_);
+  if (size_ > 0 && poison_blocks.load(std::memory_order_relaxed)) std::memset(base_, 0xff, size_);
 }
 
 Scratch::~Scratch() {
