@@ -45,7 +45,7 @@ demo: build
 	$(BIN)/packed-sdpa demo --out demo_out $(ARGS)
 
 bench: build
-	$(BIN)/packed-sdpa bench --markdown docs/performance.md --json bench_out/bench.json --plot docs/plots $(ARGS)
+	$(BIN)/packed-sdpa bench --all --markdown docs/performance.md --json bench_out/bench.json --plot docs/plots $(ARGS)
 
 # --- tests ----------------------------------------------------------------------------------------------------------
 

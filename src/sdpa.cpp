@@ -15,12 +15,14 @@ namespace {
 bool is_full_packed_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const PackedLayout& layout) {
   for (const at::Tensor* tensor : {&query, &key, &value}) {
-    if (tensor->dim() != 4 || tensor->size(0) != layout.batch() || tensor->size(2) != layout.rows_k()) return false;
+    if (tensor->dim() != 4 || tensor->size(0) != layout.batch() || tensor->size(2) != layout.rows_k())
+      return false;
   }
   return true;
 }
 
-// Heads as stock takes them: equal ones, one by broadcast, or with enable_gqa groups. False: stock refuses them.
+// Heads as stock takes them: equal ones, one by broadcast, or with enable_gqa groups. False: stock refuses
+// them.
 bool match_heads(const at::Tensor& query, at::Tensor* key, at::Tensor* value, bool enable_gqa) {
   const int64_t heads = query.size(1);
   for (at::Tensor* tensor : {key, value}) {
@@ -48,15 +50,17 @@ void keep_for_recompute(const DocumentsPtr& documents) {
 
 }  // namespace
 
-at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                        const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
-                                        std::optional<double> scale, bool enable_gqa) {
+at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key,
+                                        const at::Tensor& value, const std::optional<at::Tensor>& attn_mask,
+                                        double dropout_p, bool is_causal, std::optional<double> scale,
+                                        bool enable_gqa) {
   const DocumentsPtr documents = state::resolve({});
   at::Tensor grouped_key = key;
   at::Tensor grouped_value = value;
   if (documents == nullptr || !is_full_packed_call(query, key, value, documents->layout()) ||
       !match_heads(query, &grouped_key, &grouped_value, enable_gqa)) {
-    return at::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+    return at::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale,
+                                            enable_gqa);
   }
   keep_for_recompute(documents);
   AttentionOptions options;

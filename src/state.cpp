@@ -92,7 +92,8 @@ std::weak_ptr<void> graph_task_token(int64_t graph_task) {
 bool precedes_its_region(const torch::autograd::Node& node) {
   constexpr std::string_view kSuffix = "Backward";
   const std::string name = node.name();
-  return name.size() >= kSuffix.size() && name.compare(name.size() - kSuffix.size(), kSuffix.size(), kSuffix) == 0 &&
+  return name.size() >= kSuffix.size() &&
+         name.compare(name.size() - kSuffix.size(), kSuffix.size(), kSuffix) == 0 &&
          at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
 }
 
@@ -146,7 +147,9 @@ Moment this_moment() {
   return now;
 }
 
-DocumentsPtr find_documents(int64_t id) { return id == 0 ? nullptr : registry().find(id); }
+DocumentsPtr find_documents(int64_t id) {
+  return id == 0 ? nullptr : registry().find(id);
+}
 
 TimelinePtr as_timeline_value(const DocumentsPtr& documents) {
   return std::static_pointer_cast<const Documents>(documents);
@@ -173,7 +176,8 @@ DocumentsPtr resolve(const Caller& caller) {
 
 }  // namespace state
 
-std::shared_ptr<const ArmedDocuments> ArmedDocuments::make(const at::Tensor& doc_ids, const std::string& backend) {
+std::shared_ptr<const ArmedDocuments> ArmedDocuments::make(const at::Tensor& doc_ids,
+                                                           const std::string& backend) {
   check_backend_name(backend);
   at::Tensor ids = checks::host_ids(doc_ids, "doc_ids", /*allow_negative=*/false);
   PackedLayout layout = PackedLayout::from_doc_ids(ids);
@@ -182,11 +186,19 @@ std::shared_ptr<const ArmedDocuments> ArmedDocuments::make(const at::Tensor& doc
   return documents;
 }
 
-DocumentsPtr armed_documents() { return state::armed_variable().get().value.documents; }
+DocumentsPtr armed_documents() {
+  return state::armed_variable().get().value.documents;
+}
 
-void arm(const DocumentsPtr& documents) { state::set_armed({0, documents, nullptr}); }
-void arm(const at::Tensor& doc_ids, const std::string& backend) { arm(ArmedDocuments::make(doc_ids, backend)); }
-void disarm() { state::set_armed({}); }
+void arm(const DocumentsPtr& documents) {
+  state::set_armed({0, documents, nullptr});
+}
+void arm(const at::Tensor& doc_ids, const std::string& backend) {
+  arm(ArmedDocuments::make(doc_ids, backend));
+}
+void disarm() {
+  state::set_armed({});
+}
 
 struct PackedAttentionScope::Undo {
   state::SlotVar::Token token;
@@ -200,6 +212,8 @@ PackedAttentionScope::PackedAttentionScope(const DocumentsPtr& documents)
 PackedAttentionScope::PackedAttentionScope(const at::Tensor& doc_ids, const std::string& backend)
     : PackedAttentionScope(ArmedDocuments::make(doc_ids, backend)) {}
 
-PackedAttentionScope::~PackedAttentionScope() { state::reset_armed(undo_->token); }
+PackedAttentionScope::~PackedAttentionScope() {
+  state::reset_armed(undo_->token);
+}
 
 }  // namespace packed_sdpa

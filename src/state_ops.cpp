@@ -1,4 +1,5 @@
-// The state for Python: thread-shared variables and documents as torch classes, scopes and evidence as operators.
+// The state for Python: thread-shared variables and documents as torch classes, scopes and evidence as
+// operators.
 #include <ATen/ATen.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -75,23 +76,30 @@ c10::intrusive_ptr<DocumentsHolder> find_documents(int64_t id) {
 }
 
 int64_t resolve_documents(at::IntArrayRef attachments, int64_t hooked_thread, int64_t hooked_sequence) {
-  const DocumentsPtr documents =
-      state::resolve({attachments.vec(), {static_cast<uint64_t>(hooked_thread), static_cast<uint64_t>(hooked_sequence)}});
+  const DocumentsPtr documents = state::resolve(
+      {attachments.vec(), {static_cast<uint64_t>(hooked_thread), static_cast<uint64_t>(hooked_sequence)}});
   return documents == nullptr ? 0 : documents->id();
 }
 
 int64_t enter_scope(int64_t attachment, int64_t documents) {
-  TORCH_CHECK_VALUE(attachment > 0, "attachment must be positive, got ", attachment, "; take one from new_attachment()");
+  TORCH_CHECK_VALUE(attachment > 0, "attachment must be positive, got ", attachment,
+                    "; take one from new_attachment()");
   return state::timeline().enter_scope(state::this_moment(), attachment,
                                        state::as_timeline_value(documents_with(documents)));
 }
 
 // Leaving by this number ends every scope that this thread enters from now on.
-int64_t scope_mark() { return state::timeline().next_scope(state::this_moment()); }
+int64_t scope_mark() {
+  return state::timeline().next_scope(state::this_moment());
+}
 
-void leave_scope(int64_t scope) { state::timeline().leave_scope(state::this_moment(), scope); }
+void leave_scope(int64_t scope) {
+  state::timeline().leave_scope(state::this_moment(), scope);
+}
 
-bool in_scope(int64_t attachment) { return state::timeline().in_scope(state::this_moment(), attachment); }
+bool in_scope(int64_t attachment) {
+  return state::timeline().in_scope(state::this_moment(), attachment);
+}
 
 std::tuple<int64_t, int64_t> this_place() {
   const Moment now = state::this_moment();
@@ -109,8 +117,10 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
   library.class_<DocumentsHolder>("ArmedDocuments")
       .def(torch::init<const at::Tensor&, std::string>())
       .def("id", [](const c10::intrusive_ptr<DocumentsHolder>& self) { return self->documents->id(); })
-      .def("doc_ids", [](const c10::intrusive_ptr<DocumentsHolder>& self) { return self->documents->doc_ids(); })
-      .def("backend", [](const c10::intrusive_ptr<DocumentsHolder>& self) { return self->documents->backend(); })
+      .def("doc_ids",
+           [](const c10::intrusive_ptr<DocumentsHolder>& self) { return self->documents->doc_ids(); })
+      .def("backend",
+           [](const c10::intrusive_ptr<DocumentsHolder>& self) { return self->documents->backend(); })
       .def("layout", &DocumentsHolder::layout);
   library.class_<TokenHolder>("SharedVariableToken");
   library.class_<SharedVariable>("SharedVariable")
@@ -120,7 +130,8 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
       .def("reset", &SharedVariable::reset)
       .def("take_released", &SharedVariable::take_released);
   library.def("find_documents(int id) -> __torch__.torch.classes.packed_sdpa.ArmedDocuments", find_documents);
-  library.def("resolve_documents(int[] attachments, int hooked_thread, int hooked_sequence) -> int", resolve_documents);
+  library.def("resolve_documents(int[] attachments, int hooked_thread, int hooked_sequence) -> int",
+              resolve_documents);
   library.def("enter_scope(int attachment, int documents) -> int", enter_scope);
   library.def("scope_mark() -> int", scope_mark);
   library.def("leave_scope(int scope) -> ()", leave_scope);

@@ -30,7 +30,9 @@ ThisThread& current() {
 
 }  // namespace
 
-uint64_t this_thread() { return current().id; }
+uint64_t this_thread() {
+  return current().id;
+}
 
 void call_at_thread_end(const std::weak_ptr<ThreadSlots>& slots) {
   auto& known = current().slots;

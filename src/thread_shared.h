@@ -1,6 +1,8 @@
-// A variable that every thread sees: a thread that set a value itself sees its own, one that never did the latest.
+// A variable that every thread sees: a thread that set a value itself sees its own, one that never did the
+// latest.
 //
-// Torch-free, so that it can be tested under ThreadSanitizer. T is cheap to copy (a shared pointer, a handle).
+// Torch-free, so that it can be tested under ThreadSanitizer. T is cheap to copy (a shared pointer, a
+// handle).
 #pragma once
 
 #include <cstdint>
@@ -90,14 +92,17 @@ class ThreadSharedVar {
 
   void reset(const Token& token) {
     if (token.undo_ == nullptr || token.undo_->state.lock() != state_) {
-      throw std::invalid_argument("token was made by another variable; give the one that this variable's set() returned");
+      throw std::invalid_argument(
+          "token was made by another variable; give the one that this variable's set() returned");
     }
     if (token.undo_->thread != detail::this_thread()) {
-      throw std::invalid_argument("token was made in another thread; reset() belongs to the thread that called set()");
+      throw std::invalid_argument(
+          "token was made in another thread; reset() belongs to the thread that called set()");
     }
     Entry dropped;
     const std::lock_guard<std::mutex> guard(state_->mutex);
-    if (token.undo_->used) throw std::runtime_error("token has already been used once; call set() again for a new one");
+    if (token.undo_->used)
+      throw std::runtime_error("token has already been used once; call set() again for a new one");
     token.undo_->used = true;
     const auto slot = state_->own.find(token.undo_->thread);
     if (slot != state_->own.end()) {
@@ -119,7 +124,7 @@ class ThreadSharedVar {
     mutable std::mutex mutex;
     uint64_t last_number = 0;
     std::unordered_map<uint64_t, Entry> own;  // by thread
-    std::optional<Entry> orphan;              // of threads that have ended only the latest, until the next set()
+    std::optional<Entry> orphan;  // of threads that have ended only the latest, until the next set()
 
     const Entry* latest() const {
       const Entry* latest = orphan ? &*orphan : nullptr;

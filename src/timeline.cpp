@@ -11,15 +11,18 @@ namespace {
 constexpr size_t kMaxIntervals = 4096;
 // Logs of threads are kept after their end (a forward in one thread, its backward in another).
 constexpr size_t kMaxLogs = 1024;
-// Autograd moves a backward that is nested deeper than 60 to another thread, where nodes cannot be told from those
-// of other forwards.
+// Autograd moves a backward that is nested deeper than 60 to another thread, where nodes cannot be told from
+// those of other forwards.
 constexpr size_t kMaxNesting = 50;
 
 constexpr const char* kCure =
-    " Arm (or call the attached model) in the thread that runs the layers, before the checkpointed region, and keep "
+    " Arm (or call the attached model) in the thread that runs the layers, before the checkpointed region, "
+    "and keep "
     "the hooks attached until backward has run.";
 
-[[noreturn]] void raise(const std::string& text) { throw TimelineError("packed_sdpa: " + text + kCure); }
+[[noreturn]] void raise(const std::string& text) {
+  throw TimelineError("packed_sdpa: " + text + kCure);
+}
 
 std::string place(const NodePlace& node) {
   return "autograd node " + std::to_string(node.sequence) + " of thread " + std::to_string(node.thread);
@@ -61,7 +64,8 @@ TimelinePtr Timeline::value_of(const Interval& interval) {
   TimelinePtr value = interval.value.lock();
   if (value == nullptr) {
     raise(
-        "the documents of the forward that is recomputed are gone: more than 64 forwards under a reentrant checkpoint "
+        "the documents of the forward that is recomputed are gone: more than 64 forwards under a reentrant "
+        "checkpoint "
         "are waiting for their backward, or the attention's outputs were dropped.");
   }
   return value;
@@ -104,7 +108,8 @@ void Timeline::open_exact(History& history, uint64_t sequence, const TimelinePtr
   forget_old(history);
 }
 
-// A thread that follows the others sees the armed value change without knowing where: only calls are evidence.
+// A thread that follows the others sees the armed value change without knowing where: only calls are
+// evidence.
 void Timeline::observe(History& history, uint64_t sequence, const ArmedReading& reading) {
   if (!reading.is_own) {
     Interval seen;
@@ -131,7 +136,8 @@ void Timeline::observe(History& history, uint64_t sequence, const ArmedReading& 
 
 void Timeline::drop_ended(ThreadLog& log) {
   std::erase_if(log.redirects, [](const Redirect& entry) { return entry.task_alive.expired(); });
-  std::erase_if(log.recomputed_scopes, [](const RecomputedScope& entry) { return entry.task_alive.expired(); });
+  std::erase_if(log.recomputed_scopes,
+                [](const RecomputedScope& entry) { return entry.task_alive.expired(); });
   if (log.armed_in_backward && log.armed_in_backward->task_alive.expired()) log.armed_in_backward.reset();
 }
 
@@ -181,7 +187,7 @@ int64_t Timeline::next_scope(const Moment& now) {
 void Timeline::leave_scope(const Moment& now, int64_t scope) {
   const LogPtr log = log_of(now.thread);
   std::vector<Scope> left;  // let go outside the lock
-  bool ended = false;  // one that counts
+  bool ended = false;       // one that counts
   const std::lock_guard<std::mutex> guard(log->mutex);
   while (!log->scopes.empty() && log->scopes.back().number >= scope) {
     const Scope& last = log->scopes.back();
@@ -225,7 +231,8 @@ Timeline::Chain Timeline::chain_of(const Moment& now) const {
       if (covers && !entry.task_alive.expired()) found = &entry;
     }
     if (found == nullptr) break;
-    // A node that precedes its region is followed by that region's own call, so it cannot be a forward's tail.
+    // A node that precedes its region is followed by that region's own call, so it cannot be a forward's
+    // tail.
     if (sequence < found->certain_from && !chain.precedes_region) chain.is_certain = false;
     chain.nodes.push_back(found->asked_by);
     chain.precedes_region = found->asker_precedes_region;
@@ -261,6 +268,35 @@ std::optional<TimelinePtr> Timeline::scope_at(const NodePlace& node, int64_t att
     break;
   }
   return std::nullopt;
+}
+
+// A region that holds a whole forward is asked for by a node outside of that forward's interval, but next to
+// it: before it when the node precedes its region, on either side otherwise.
+bool Timeline::fits_beside(const NodePlace& node, bool precedes_region, const Scope& scope) const {
+  const LogPtr log = find_log(node.thread);
+  if (log == nullptr) return true;
+  const std::lock_guard<std::mutex> guard(log->mutex);
+  const auto found = log->histories.find(scope.attachment);
+  if (found == log->histories.end()) return true;
+  const Interval* before = nullptr;
+  const Interval* after = nullptr;
+  for (auto interval = found->second.intervals.rbegin(); interval != found->second.intervals.rend();
+       ++interval) {
+    if (interval->from > node.sequence) {
+      after = &*interval;
+      continue;
+    }
+    before = &*interval;
+    break;
+  }
+  const auto fits = [&](const Interval* interval) {
+    if (interval == nullptr) return false;
+    const TimelinePtr value = interval->value.lock();
+    const bool is_gone = interval->is_armed && value == nullptr;  // nothing to compare with
+    return is_gone || same_documents(value, scope.value);
+  };
+  if (precedes_region) return after == nullptr || fits(after);
+  return (before == nullptr && after == nullptr) || fits(before) || fits(after);
 }
 
 std::optional<TimelinePtr> Timeline::scope_on(const Moment& now, const std::vector<NodePlace>& nodes,
@@ -302,8 +338,8 @@ TimelinePtr Timeline::armed_at(const NodePlace& node, bool precedes_region) cons
     if (!at->has_call()) ran_without_us();
     return value_of(*at);
   }
-  // The armed value was changed by another thread somewhere between two calls of this one: a region's own calls are
-  // the next ones on either side of its nodes.
+  // The armed value was changed by another thread somewhere between two calls of this one: a region's own
+  // calls are the next ones on either side of its nodes.
   const Interval* before = at != nullptr && at->has_call() && (at->is_open || !at->exact_to) ? at : nullptr;
   if (before == nullptr && after == nullptr) ran_without_us();
   if (before == nullptr) return value_of(*after);
@@ -320,14 +356,16 @@ void Timeline::redirect_to_asker(const Moment& now, ThreadLog& log) {
   std::erase_if(log.redirects, is_over);
   if (!log.redirects.empty() && log.redirects.back().graph_task == now.graph_task) return;
   if (log.redirects.size() >= kMaxNesting) {
-    raise("checkpoints are nested " + std::to_string(kMaxNesting) + " deep; at most that many can be followed.");
+    raise("checkpoints are nested " + std::to_string(kMaxNesting) +
+          " deep; at most that many can be followed.");
   }
   const uint64_t certain_from = log.last_event_is_forward_call ? now.sequence : log.last_event;
   log.redirects.push_back(
       {now.graph_task, *now.node, now.node_precedes_region, log.last_event, certain_from, now.task_alive});
 }
 
-TimelinePtr Timeline::value_at(const Moment& now, const Caller& caller, const Chain& chain, bool* by_scope) const {
+TimelinePtr Timeline::value_at(const Moment& now, const Caller& caller, const Chain& chain,
+                               bool* by_scope) const {
   *by_scope = true;
   for (const int64_t attachment : caller.attachments) {
     if (const std::optional<TimelinePtr> value = scope_on(now, chain.nodes, attachment)) return *value;
@@ -344,7 +382,8 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
     drop_ended(log);
     for (const int64_t attachment : caller.attachments) {
       for (const Scope& entry : log.scopes) {
-        const bool counts = entry.is_outermost && entry.attachment == attachment && entry.graph_task == now.graph_task;
+        const bool counts =
+            entry.is_outermost && entry.attachment == attachment && entry.graph_task == now.graph_task;
         if (counts && !scope) scope = entry;
       }
     }
@@ -354,7 +393,8 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
   }
   if (!now.node) {
     raise(
-        "attention runs within a backward, but no autograd node is being evaluated (compiled autograd?), so its "
+        "attention runs within a backward, but no autograd node is being evaluated (compiled autograd?), so "
+        "its "
         "documents cannot be told.");
   }
   const Chain chain = chain_of(now);
@@ -363,25 +403,31 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
   if (scope) {
     value = scope->value;
     const std::optional<TimelinePtr> at_node = scope_on(now, chain.nodes, scope->attachment);
-    if (at_node && !same_documents(*at_node, value)) {
-      raise("a forward that is recomputed found other documents than it ran under; was its doc_ids buffer overwritten?");
+    if (at_node ? !same_documents(*at_node, value) : !fits_beside(origin, chain.precedes_region, *scope)) {
+      raise(
+          "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
+          "overwritten?");
     }
   } else {
     if (origin.thread == caller.hooked_at.thread && origin.sequence < caller.hooked_at.sequence) {
-      raise("the forward of " + place(origin) + " ran before this attention was hooked, but its recompute is hooked.");
+      raise("the forward of " + place(origin) +
+            " ran before this attention was hooked, but its recompute is hooked.");
     }
     bool by_scope = false;
     value = value_at(now, caller, chain, &by_scope);
     if (!chain.is_certain) {
       bool other_by_scope = false;
-      const TimelinePtr other = value_at(now, caller, {{*now.node}, now.node_precedes_region, true}, &other_by_scope);
+      const TimelinePtr other =
+          value_at(now, caller, {{*now.node}, now.node_precedes_region, true}, &other_by_scope);
       if (!same_documents(value, other)) {
-        raise("cannot tell whether " + place(*now.node) + " was made by a recompute or by the forward before it.");
+        raise("cannot tell whether " + place(*now.node) +
+              " was made by a recompute or by the forward before it.");
       }
     }
     if (armed_here && !by_scope && !same_documents(armed_here->value, value)) {
       raise(
-          "documents were armed within this backward that differ from those of the forward that is recomputed; run a "
+          "documents were armed within this backward that differ from those of the forward that is "
+          "recomputed; run a "
           "fresh forward outside of backward, or disarm before it goes on.");
     }
   }
@@ -420,11 +466,13 @@ Timeline::Statistics Timeline::statistics() const {
   for (const auto& [thread, log] : logs_) {
     const std::lock_guard<std::mutex> log_guard(log->mutex);
     ++counts.threads;
+    drop_ended(*log);
     counts.redirects += static_cast<int64_t>(log->redirects.size());
     counts.scopes += static_cast<int64_t>(log->scopes.size());
     for (const auto& [attachment, history] : log->histories) {
       counts.intervals += static_cast<int64_t>(history.intervals.size());
-      for (const Interval& interval : history.intervals) counts.values_alive += interval.value.expired() ? 0 : 1;
+      for (const Interval& interval : history.intervals)
+        counts.values_alive += interval.value.expired() ? 0 : 1;
     }
   }
   return counts;

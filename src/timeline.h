@@ -1,8 +1,8 @@
-// Which documents does an attention call belong to? In a forward: the ones in force. In a recompute during backward:
-// those under which the autograd node that asks for the recompute was made.
+// Which documents does an attention call belong to? In a forward: the ones in force. In a recompute during
+// backward: those under which the autograd node that asks for the recompute was made.
 //
-// Each thread has a log of intervals of its autograd sequence numbers, with the documents in force in each. Nothing
-// is guessed: a call whose documents cannot be told raises TimelineError, whose text says the cure.
+// Each thread has a log of intervals of its autograd sequence numbers, with the documents in force in each.
+// Nothing is guessed: a call whose documents cannot be told raises TimelineError, whose text says the cure.
 //
 // Torch-free, so that it can be tested under ThreadSanitizer; what torch knows comes in as a Moment.
 #pragma once
@@ -49,7 +49,7 @@ struct Moment {
   // The node was made before the region that it recomputes (a Python autograd.Function such as the reentrant
   // checkpoint's), not within it (an operator whose saved tensor is unpacked).
   bool node_precedes_region = false;
-  std::weak_ptr<void> task_alive;     // expires with the graph task
+  std::weak_ptr<void> task_alive;  // expires with the graph task
 };
 
 // The armed value as a thread sees it.
@@ -67,12 +67,12 @@ struct Caller {
 
 class Timeline {
  public:
-  // This thread armed or disarmed. Called right after the armed variable changed; is_own is false when the thread is
-  // back to following the others.
+  // This thread armed or disarmed. Called right after the armed variable changed; is_own is false when the
+  // thread is back to following the others.
   void armed(const Moment& now, const TimelinePtr& value, bool is_own);
 
-  // One outer forward of an attachment's model begins / ends in this thread. Leaving by number makes unwinding after
-  // an interrupt safe: everything entered later ends as well.
+  // One outer forward of an attachment's model begins / ends in this thread. Leaving by number makes
+  // unwinding after an interrupt safe: everything entered later ends as well.
   int64_t enter_scope(const Moment& now, int64_t attachment, const TimelinePtr& value);
   int64_t next_scope(const Moment& now);  // the number that the next scope of this thread will get
   void leave_scope(const Moment& now, int64_t scope);
@@ -93,8 +93,8 @@ class Timeline {
   Statistics statistics() const;
 
  private:
-  // from <= sequence < to. An exact end is where somebody armed, disarmed, entered or left in this thread; the others
-  // are the first and last call that was seen.
+  // from <= sequence < to. An exact end is where somebody armed, disarmed, entered or left in this thread;
+  // the others are the first and last call that was seen.
   struct Interval {
     uint64_t from = 0;
     uint64_t to = 0;
@@ -118,7 +118,8 @@ class Timeline {
     TimelinePtr value;
   };
 
-  // Nodes that a recompute made in this thread stand for the node that asked for it, for deeper backwards only.
+  // Nodes that a recompute made in this thread stand for the node that asked for it, for deeper backwards
+  // only.
   struct Redirect {
     int64_t graph_task = 0;
     NodePlace asked_by;
@@ -188,9 +189,12 @@ class Timeline {
   static void redirect_to_asker(const Moment& now, ThreadLog& log);
 
   Chain chain_of(const Moment& now) const;
-  std::optional<TimelinePtr> recomputed_scope_at(const Moment& now, const NodePlace& node, int64_t attachment) const;
+  std::optional<TimelinePtr> recomputed_scope_at(const Moment& now, const NodePlace& node,
+                                                 int64_t attachment) const;
   std::optional<TimelinePtr> scope_at(const NodePlace& node, int64_t attachment) const;
-  std::optional<TimelinePtr> scope_on(const Moment& now, const std::vector<NodePlace>& nodes, int64_t attachment) const;
+  std::optional<TimelinePtr> scope_on(const Moment& now, const std::vector<NodePlace>& nodes,
+                                      int64_t attachment) const;
+  bool fits_beside(const NodePlace& node, bool precedes_region, const Scope& scope) const;
   TimelinePtr armed_at(const NodePlace& node, bool precedes_region) const;
   TimelinePtr value_at(const Moment& now, const Caller& caller, const Chain& chain, bool* by_scope) const;
   TimelinePtr resolve_in_backward(const Moment& now, const Caller& caller, ThreadLog& log);

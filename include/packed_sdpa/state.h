@@ -59,7 +59,7 @@ class PackedAttentionScope {
 
 // at::scaled_dot_product_attention, but when documents are armed and query [B, Hq, S, D], key and value [B, Hkv, S, *]
 // have their B and S: causal attention within each document. attn_mask and is_causal are not used then. Raises
-// c10::Error in a recompute whose documents cannot be told.
+// c10::Error in a recompute whose documents cannot be told. Call it by its full name: argument lookup also finds that of at::.
 at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                         const std::optional<at::Tensor>& attn_mask = std::nullopt,
                                         double dropout_p = 0.0, bool is_causal = false,

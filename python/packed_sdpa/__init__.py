@@ -1,6 +1,6 @@
 """Exact, fast attention for packed sequences."""
 
-from packed_sdpa._library import CMAKE_PREFIX_PATH as cmake_prefix_path
+from packed_sdpa._library import cmake_prefix_path
 from packed_sdpa.arming import arm, disarm
 from packed_sdpa.attach import Handle, NotTakenError, attach
 from packed_sdpa.check import check_isolation

@@ -46,5 +46,5 @@ def _load() -> pathlib.Path:
 
 LIBRARY_PATH = _load()
 # For C++ programs: cmake -DCMAKE_PREFIX_PATH="$(python -c 'import packed_sdpa; print(packed_sdpa.cmake_prefix_path)')"
-CMAKE_PREFIX_PATH = str(LIBRARY_PATH.parent.parent)
+cmake_prefix_path = str(LIBRARY_PATH.parent.parent)
 ops = torch.ops.packed_sdpa

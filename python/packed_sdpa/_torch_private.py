@@ -55,7 +55,7 @@ def is_catching() -> bool:
 
 
 STOCK_SDPA: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
-NATIVE_MULTI_HEAD_ATTENTION: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch._native_multi_head_attention
+NATIVE_MULTI_HEAD_ATTENTION: Callable[..., Any] = torch._native_multi_head_attention
 
 
 def node_metadata(tensor: torch.Tensor) -> dict[str, Any] | None:

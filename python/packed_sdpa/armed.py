@@ -72,12 +72,12 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
     module was hooked. In a recompute they are those of the forward that is repeated; RuntimeError when that cannot be
     told.
     """
-    number = _resolve(attachments, *hooked_at)
     if _torch_private.in_recomputation_hook() and _torch_private.current_graph_task() == _torch_private.NO_GRAPH_TASK:
         raise RuntimeError(
             "packed_sdpa: a checkpointed region is recomputed outside of a backward (a saved tensor was read), so the "
             "documents of its forward cannot be told; read it before, or leave that region out of the checkpoint"
         )
+    number = _resolve(attachments, *hooked_at)
     return documents_with(number) if number else None
 
 

@@ -73,7 +73,10 @@ class Attachment:
             outer = torch.compiler.disable(self._outer_forward, recursive=False)
             for module in self.found.outer:
                 self._put_around(module, _AroundOuter(module, self, outer))
+            for _, module in self.found.interface:
+                self._put_around(module, _AroundAttention(module, self))
             for _, module in self.found.hooks:
+                self._put_around(module, _AroundHooked(module, self))
                 window = hf.window_of(module)
                 hook = hook_attention(
                     module,
@@ -83,8 +86,6 @@ class Attachment:
                     audit=self._mask_audit,
                 )
                 self._undo.append(hook)
-            for _, module in (*self.found.interface, *self.found.hooks):
-                self._put_around(module, _AroundAttention(module, self))
             done = True
         finally:
             if not done:
@@ -140,8 +141,8 @@ class Attachment:
 
     def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
         told = None
-        if callable(self.documents) and outermost:
-            told = self.documents(*args, **kwargs)
+        if callable(self.documents):
+            told = self.documents(*args, **kwargs) if outermost else None
             if told is None:
                 return None
         armed = documents_armed_by_hand()
@@ -249,6 +250,20 @@ class _AroundAttention:
     around_forward = around_call
 
 
+class _AroundHooked(_AroundAttention):
+    """Around the hooks of a hooked attention module too. Which documents are in force is known when the module runs,
+    not when it is traced, so a compiled graph breaks here and goes on behind the module."""
+
+    def __init__(self, module: nn.Module, attachment: Attachment) -> None:
+        super().__init__(module, attachment)
+        self._run = torch.compiler.disable(super().around_call)
+
+    def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return self._run(call, args, kwargs)
+
+    around_forward = around_call
+
+
 NO_CALL = "it made no call that packed_sdpa saw (eager attention, or a function of its own)"
 
 
@@ -346,6 +361,13 @@ def attach(
     found = survey(model, route, _matcher(match))
     attachment = Attachment(model, found, documents, strict, on_mask)
     attachment.apply()
+    for name, kind in found.of_another_kind.items():
+        warnings.warn(
+            f"packed_sdpa: {name} asks for {kind!r} attention by a config of its own; it is switched to packed "
+            "attention like the others",
+            UserWarning,
+            stacklevel=2,
+        )
     if found.leaking:
         warnings.warn(
             f"packed_sdpa: {few(found.leaking)}: state-space, convolution or linear-attention layers mix tokens "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,9 @@ def _measure(options: BenchOptions, console: Console) -> Results:
         results["kernels"] = _measure_cases("packings", cases, options, options.contenders, progress)
         if options.sweeps:
             few = tuple(name for name in options.contenders if name != "flex")
+            quick = replace(options, rounds=min(3, options.rounds), seconds_each=options.seconds_each / 4)
             for key, sweep in (("by_document_length", length_sweep()), ("by_row_length", row_sweep())):
-                results[key] = _measure_cases(key.replace("_", " "), sweep, options, few, progress)
+                results[key] = _measure_cases(key.replace("_", " "), sweep, quick, few, progress)
         if options.training_tokens:
             results["training"] = _measure_training(options, progress)
         if options.memory:

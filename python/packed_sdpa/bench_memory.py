@@ -11,6 +11,7 @@ import torch
 from packed_sdpa import host
 from packed_sdpa.bench_cases import row_sweep
 from packed_sdpa.bench_contenders import CONTENDERS
+from packed_sdpa.errors import WorkerError
 
 _WARM_UP_TOKENS = 1024
 
@@ -20,7 +21,7 @@ def extra_peak_mib(name: str, seq_len: int, dtype_name: str, threads: int) -> fl
     command = [sys.executable, "-m", "packed_sdpa.bench_memory", name, str(seq_len), dtype_name, str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr.strip()}")
+        raise WorkerError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr.strip()}")
     return float(done.stdout)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from packed_sdpa.errors import InputError, MissingExtraError
+from packed_sdpa.errors import InputError, MissingExtraError, WorkerError
 
 _INPUT_ERROR = 2
+_INTERRUPTED = 130  # as a shell says of a process that ended by SIGINT
 _DATA_HELP = ".txt, .jsonl or .parquet file, or a folder of them (default: the help topics in Python)"
 
 
@@ -144,7 +145,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns the exit code: 0, 1 when something that was to be proven failed, 2 for bad input."""
+    """Runs a command line; returns the exit code: 0, 1 when something that was to be proven
+    failed or a process ended without a result, 2 for bad input, 130 when interrupted."""
     parsed = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:
@@ -152,6 +154,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InputError, MissingExtraError) as error:
         print(f"packed-sdpa {parsed.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return _INPUT_ERROR
+    except WorkerError as error:
+        print(f"packed-sdpa {parsed.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"packed-sdpa {parsed.command}: interrupted", file=sys.stderr)
+        return _INTERRUPTED
 
 
 if __name__ == "__main__":

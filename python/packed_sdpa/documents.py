@@ -132,6 +132,8 @@ def _host_ids(name: str, value: Any) -> Tensor:
         raise TypeError(f"{name} must be an integer tensor, got {type(value).__name__}; pass torch.as_tensor(...)")
     if value.is_floating_point() or value.is_complex():
         raise TypeError(f"{name} must hold integers, got dtype {value.dtype}; convert it with .to(torch.int64)")
+    if value.is_meta:
+        raise ValueError(f"{name} is on the meta device, where it has no values; give a tensor with data")
     return value.detach().to("cpu", torch.int64)
 
 

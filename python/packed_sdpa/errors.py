@@ -10,6 +10,10 @@ class InputError(ValueError):
     """Something the user passed cannot be used; the message names the argument, the value and the cure."""
 
 
+class WorkerError(RuntimeError):
+    """A process that was started for a measurement ended without a result; the message says its last words."""
+
+
 class MissingExtraError(ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 

@@ -89,11 +89,11 @@ def _guarded_class(plain: type) -> type:
         return call(*args, **kwargs)
 
     def reduce_as_plain(self: nn.Module, protocol: Any) -> Any:
-        reduced = plain.__reduce_ex__(self, protocol)
+        reduced = super(guarded, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
         if not isinstance(reduced, tuple):
             return reduced
         parts = list(reduced)
-        if parts[0] is copyreg.__newobj__ and parts[1] == (guarded,):
+        if parts[0] is copyreg.__newobj__ and parts[1] == (guarded,):  # type: ignore[attr-defined]
             parts[:2] = [copyreg._reconstructor, (plain, object, None)]  # type: ignore[attr-defined]
         else:
             parts[1] = tuple(plain if part is guarded else part for part in parts[1])

@@ -437,6 +437,11 @@ def supports_sdpa(model: nn.Module) -> bool:
     return bool(getattr(model, "_supports_sdpa", False))
 
 
+def implementation(config: Any) -> str | None:
+    """The name of the attention implementation that a config asks for."""
+    return getattr(config, "_attn_implementation", None)
+
+
 def why_no_sdpa(model: nn.Module, attention: nn.Module) -> str:
     """What of a model's attention sdpa does not have, as far as its config and its attention module tell."""
     config: Any = getattr(model, "config", None)

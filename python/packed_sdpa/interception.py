@@ -1,4 +1,4 @@
-"""Puts the packed function in the place of scaled_dot_product_attention, only while a hooked forward runs, only in its thread.
+"""Puts the packed function in the place of SDPA, only while a hooked forward runs, only in its thread.
 
 Two ways at once, because each misses calls that the other sees:
 
@@ -129,7 +129,7 @@ def leave(down_to: int) -> None:
     if thread in _inside:
         with _lock:
             if _inside == {thread} and F.scaled_dot_product_attention is _packed:
-                F.scaled_dot_product_attention = _outer  # type: ignore[assignment]
+                F.scaled_dot_product_attention = _outer
             _inside.discard(thread)
 
 

@@ -22,7 +22,7 @@ def _cp_blockdiag_varlen(
 ) -> Tensor:
     """Causal attention within each document, for the rows ``row_offset .. row_offset + L`` of the sequence.
 
-    query ``[B, Hq, L, D]``, key_full ``[B, Hkv, S, D]`` and value_full ``[B, Hkv, S, Dv]`` (the whole sequence), doc_ids
+    query ``[B, Hq, L, D]``, key_full ``[B, Hkv, S, D]`` and value_full ``[B, Hkv, S, Dv]`` (all rows), doc_ids
     ``[B, S]`` or ``[S]`` -> ``[B, Hq, L, Dv]``. scale: None is ``D ** -0.5``. backend: ``"flash"`` or ``"te"``.
     """
     preference = dispatcher_preference(backend)

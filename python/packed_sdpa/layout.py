@@ -46,6 +46,8 @@ class PackedLayout:
     batch: int  # B
     rows_q: int  # L, query rows of a batch row
     rows_k: int  # S, key rows of a batch row
+    _host: LayoutTensors
+    _copies: dict[torch.device, LayoutTensors]
 
     def __init__(self, tensors: LayoutTensors, batch: int, rows_q: int, rows_k: int) -> None:
         object.__setattr__(self, "_host", tensors)
@@ -83,7 +85,7 @@ class PackedLayout:
     def from_cu_seqlens(
         cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int | None = None, total_k: int | None = None
     ) -> PackedLayout:
-        """cu_seqlens_q, cu_seqlens_k: offsets ``[N + 1]`` of one row; what is left up to total_q / total_k is padding."""
+        """cu_seqlens_q, cu_seqlens_k: offsets ``[N + 1]`` of one row; the rest up to total_q / total_k is padding."""
         tensors = LayoutTensors(*ops.layout_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k))
         rows_q = int(tensors.cu_seqlens_q[-1]) if total_q is None else total_q
         rows_k = int(tensors.cu_seqlens_k[-1]) if total_k is None else total_k
@@ -91,7 +93,7 @@ class PackedLayout:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> PackedLayout:
-        """position_ids: ``[B, S]`` or ``[S]``; a document begins where a position is not its left neighbour plus one."""
+        """position_ids: ``[B, S]`` or ``[S]``; a document begins where one is not its left neighbour plus one."""
         tensors = LayoutTensors(*ops.layout_from_position_ids(position_ids))
         batch = position_ids.shape[0] if position_ids.dim() == 2 else 1
         return cls(tensors, batch, position_ids.shape[-1], position_ids.shape[-1])

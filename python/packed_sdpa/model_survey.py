@@ -29,6 +29,9 @@ class Survey:
     configs: list[Any] = field(default_factory=list)  # of Transformers models and modules to switch
     outer: list[nn.Module] = field(default_factory=list)  # forwards in which documents are looked for
     leaking: list[str] = field(default_factory=list)  # layers that mix tokens without attention
+    of_another_kind: dict[str, str] = field(
+        default_factory=dict
+    )  # attention modules with an implementation of their own
     encoder_decoder: str = ""  # class name, when the model has two sides
 
     @property
@@ -63,6 +66,9 @@ def survey(model: nn.Module, route: str, matches: Callable[[str, nn.Module], boo
                     f"{type(owner).__name__} does not support sdpa in Transformers "
                     f"({hf.why_no_sdpa(owner, module)}), so packed attention cannot take its place; train it unpacked"
                 )
+        kind = hf.implementation(module.config)
+        if kind is not None and kind != hf.implementation(owners[name][-1].config):
+            found.of_another_kind[name] = kind
         for part in (*owners[name], module):
             if part.config not in _Identity(found.configs):
                 found.configs.append(part.config)

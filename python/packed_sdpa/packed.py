@@ -236,7 +236,7 @@ def _pass_through(
     )
     if reason == REFUSED:  # stock took what it has no mask for
         raise TypeError(
-            f"query, key and value must be float32, float64, bfloat16 or float16, of one dtype and on one device, to be "
+            "query, key and value must be float32, float64, bfloat16 or float16, of one dtype and on one device, to be "
             f"packed; got {_kinds(query, key, value)}; convert them, or disarm"
         )
     return output

@@ -143,6 +143,19 @@ def _powers_of_two(axis: Any, values: Sequence[float]) -> None:
     axis.minorticks_off()
 
 
+def _plain_log(axis: Any) -> None:
+    """A logarithmic y axis with a plain number at each power of two."""
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter("{x:,g}")
+    axis.yaxis.set_minor_formatter("")
+
+
+def _legend_below(axis: Any) -> None:
+    """One legend for the whole figure, from one of its axes."""
+    columns = 3 if axis.figure.get_figwidth() > 8 else 2
+    axis.figure.legend(*axis.get_legend_handles_labels(), fontsize=9, ncols=columns, loc="outside lower center")
+
+
 def _pick(rows: Sequence[dict[str, Any]], dtype: str, step: str) -> list[dict[str, Any]]:
     return [row for row in rows if "seconds" in row and row["dtype"] == dtype and row["pass"] == step]
 
@@ -170,11 +183,11 @@ def plot_kernels(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
                 spots = [index + (place - (len(names) - 1) / 2) * width for index in range(len(cases))]
                 heights = [speed.get((case, name), 0.0) for case in cases]
                 axis.bar(spots, heights, width=width * 0.92, color=style["color"], label=style["label"])
-            axis.set_xticks(range(len(cases)), cases)
-            axis.set_yscale("log")
+            titles = {row["case"]: row["title"].replace(", ", ",\n") for row in rows}
+            axis.set_xticks(range(len(cases)), [f"{case}\n{titles[case]}" for case in cases], fontsize=9)
             axis.set_title(f"{dtype}, {step}")
             axis.set_ylabel("useful GFLOP/s")
-        axes[0][0].legend(fontsize=9, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.12))
+        _legend_below(axes[0][0])
     return path
 
 
@@ -189,11 +202,11 @@ def plot_speed_by_length(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
                 lines.setdefault(row["contender"], []).append((float(row["case"].split()[1]), row["gflops"]))
             _draw_lines(axis, lines)
             _powers_of_two(axis, sorted({length for line in lines.values() for length, _ in line}))
-            axis.set_yscale("log")
+            _plain_log(axis)
             axis.set_title(f"{dtype}, {step}")
             axis.set_xlabel("mean length of a document, tokens")
             axis.set_ylabel("useful GFLOP/s")
-        axes[0][0].legend(fontsize=9)
+        _legend_below(axes[0][0])
     return path
 
 
@@ -209,11 +222,11 @@ def plot_cost_per_token(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
                     lines.setdefault(row["contender"], []).append((size, row["seconds"] / size * 1e6))
             _draw_lines(axis, lines)
             _powers_of_two(axis, sorted({size for line in lines.values() for size, _ in line}))
-            axis.set_yscale("log")
-            axis.set_title(f"{dtype}, {step}: documents of mean 512")
+            _plain_log(axis)
+            axis.set_title(f"{dtype}, {step}: mean 512")
             axis.set_xlabel("tokens in the row")
             axis.set_ylabel("microseconds a token")
-        axes[0][0].legend(fontsize=9)
+        _legend_below(axes[0][0])
     return path
 
 
@@ -226,9 +239,9 @@ def plot_memory(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     with _figure(path, 6.6, 4.8) as axis:
         _draw_lines(axis, lines)
         _powers_of_two(axis, sorted({size for line in lines.values() for size, _ in line}))
-        axis.set_yscale("log")
+        _plain_log(axis)
         axis.set_title("Peak memory beyond inputs, outputs and gradients")
         axis.set_xlabel("tokens in the row")
         axis.set_ylabel("MiB")
-        axis.legend(fontsize=9)
+        _legend_below(axis)
     return path

@@ -28,7 +28,7 @@ class _Token:
 class _ThreadSharedVar:
     """A variable that every thread sees: one that set a value itself sees its own, one that never did the latest.
 
-    ``get()`` is None when nothing is set. The slots live in C++; a value is freed when no slot and no token refers to it.
+    ``get()`` is None when nothing is set. The slots live in C++; a value that no slot and no token refers to is freed.
     """
 
     _is_armed_state = False
@@ -151,8 +151,8 @@ _configuration = _Configuration()
 def configure_cp_varlen(attn_backend: str | None = _UNCHANGED, kv_exchange: str | None = _UNCHANGED) -> None:
     """Sets what models ask for by ``cp1_packed_varlen_backend()``; an argument that is not given stays as it is.
 
-    attn_backend: ``flash``, ``te``, or ``dense`` (= models do not arm). kv_exchange: how context-parallel ranks exchange
-    keys and values. None, ``""``, ``"auto"`` and ``"default"`` mean the default. ValueError for other names.
+    attn_backend: ``flash``, ``te``, or ``dense`` (= models do not arm). kv_exchange: how context-parallel ranks
+    exchange keys and values. None, ``""``, ``"auto"`` and ``"default"`` mean the default. ValueError for other names.
     """
     backend = _configuration.attn_backend if attn_backend is _UNCHANGED else normalize_attn_backend(attn_backend)
     exchange = _configuration.kv_exchange if kv_exchange is _UNCHANGED else normalize_kv_exchange(kv_exchange)
@@ -169,7 +169,7 @@ def configured_kv_exchange() -> str:
 
 
 def dispatcher_preference(backend: str | None) -> str:
-    """The dispatcher's ``auto:NAME`` for a preference of the seed API (``"flash"``, ``"te"``); ValueError for others."""
+    """The dispatcher's ``auto:NAME`` for a preference of the seed API (``flash``, ``te``); ValueError for others."""
     name = normalize_attn_backend(backend)
     if name == "dense":
         raise ValueError(f"backend must be flash or te, got {backend!r}; to run dense, do not arm")

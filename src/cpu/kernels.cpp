@@ -22,13 +22,13 @@ CpuKernels select(CpuIsa isa, ScalarType dtype) {
 
 const char* forward(const ForwardParams& params, Executor& executor) {
   const CpuKernels kernels = select(cpu_isa(), params.dtype);
-  fill_forward_padding(params);
+  fill_forward_padding(params, executor);
   return kernels.forward(params, executor);
 }
 
 const char* backward(const BackwardParams& params, Executor& executor) {
   const CpuKernels kernels = select(cpu_isa(), params.dtype);
-  fill_backward_padding(params);
+  fill_backward_padding(params, executor);
   return kernels.backward(params, executor);
 }
 

@@ -1,9 +1,12 @@
 #include "cpu/padding.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "cpu/documents.h"
+#include "cpu/work_items.h"
 
 namespace packed_sdpa::cpu {
 namespace {
@@ -52,40 +55,81 @@ void fill_lse(Lse* lse, int64_t heads, int64_t rows_per_batch, const RowRun& run
   }
 }
 
-}  // namespace
+// Padding may be most of a row, so it is shared out among the threads in pieces of this many rows.
+constexpr int64_t kRowsPerItem = 256;
 
-void fill_forward_padding(const ForwardParams& params) {
-  const AttentionShape& shape = params.shape;
-  const size_t element = element_size(params.dtype);
-  for (const RowRun& run : padding_query_rows(params)) {
-    zero_rows(params.out, element, shape.num_heads, shape.rows_q, shape.head_dim_v, run);
-    if (params.dtype == ScalarType::kFloat64) {
-      fill_lse(static_cast<double*>(params.lse), shape.num_heads, shape.rows_q, run);
-    } else {
-      fill_lse(static_cast<float*>(params.lse), shape.num_heads, shape.rows_q, run);
+template <typename Params>
+struct Fill {
+  const Params& params;
+  size_t element;
+  std::vector<RowRun> queries;
+  std::vector<RowRun> keys;
+};
+
+void add_pieces(const std::vector<RowRun>& runs, std::vector<RowRun>* pieces) {
+  for (const RowRun& run : runs) {
+    for (int64_t begin = run.begin; begin < run.end; begin += kRowsPerItem) {
+      pieces->push_back({begin, std::min(run.end, begin + kRowsPerItem)});
     }
   }
 }
 
-void fill_backward_padding(const BackwardParams& params) {
+void fill_forward_item(void* context, int64_t index, Scratch&) {
+  const Fill<ForwardParams>& fill = *static_cast<Fill<ForwardParams>*>(context);
+  const ForwardParams& params = fill.params;
   const AttentionShape& shape = params.shape;
-  const size_t element = element_size(params.dtype);
-  for (const RowRun& run : padding_query_rows(params)) {
-    zero_rows(params.grad_query, element, shape.num_heads, shape.rows_q, shape.head_dim, run);
+  const RowRun& run = fill.queries[static_cast<size_t>(index)];
+  zero_rows(params.out, fill.element, shape.num_heads, shape.rows_q, shape.head_dim_v, run);
+  if (params.dtype == ScalarType::kFloat64) {
+    fill_lse(static_cast<double*>(params.lse), shape.num_heads, shape.rows_q, run);
+  } else {
+    fill_lse(static_cast<float*>(params.lse), shape.num_heads, shape.rows_q, run);
   }
+}
+
+void fill_backward_item(void* context, int64_t index, Scratch&) {
+  const Fill<BackwardParams>& fill = *static_cast<Fill<BackwardParams>*>(context);
+  const BackwardParams& params = fill.params;
+  const AttentionShape& shape = params.shape;
+  const int64_t num_query_runs = static_cast<int64_t>(fill.queries.size());
+  if (index < num_query_runs) {
+    zero_rows(params.grad_query, fill.element, shape.num_heads, shape.rows_q, shape.head_dim,
+              fill.queries[static_cast<size_t>(index)]);
+    return;
+  }
+  const RowRun& run = fill.keys[static_cast<size_t>(index - num_query_runs)];
+  zero_rows(params.grad_key, fill.element, shape.num_kv_heads, shape.rows_k, shape.head_dim, run);
+  zero_rows(params.grad_value, fill.element, shape.num_kv_heads, shape.rows_k, shape.head_dim_v, run);
+}
+
+// Flat query rows of documents whose queries see no key.
+void add_unseeing_queries(const BackwardParams& params, std::vector<RowRun>* runs) {
   for (const Document& document : read_documents(params)) {
     const RowRun seeing = seeing_queries(document);
-    const auto zero_query = [&](int64_t rank) {
-      const int64_t flat = document.flat_query_base + document.query_row(rank);
-      zero_rows(params.grad_query, element, shape.num_heads, shape.rows_q, shape.head_dim, {flat, flat + 1});
-    };
-    for (int64_t q = 0; q < seeing.begin; ++q) zero_query(q);
-    for (int64_t q = seeing.end; q < document.num_queries; ++q) zero_query(q);
+    for (int64_t q = 0; q < document.num_queries; ++q) {
+      if (q == seeing.begin) q = seeing.end;
+      if (q >= document.num_queries) break;
+      const int64_t flat = document.flat_query_base + document.query_row(q);
+      runs->push_back({flat, flat + 1});
+    }
   }
-  for (const RowRun& run : padding_key_rows(params)) {
-    zero_rows(params.grad_key, element, shape.num_kv_heads, shape.rows_k, shape.head_dim, run);
-    zero_rows(params.grad_value, element, shape.num_kv_heads, shape.rows_k, shape.head_dim_v, run);
-  }
+}
+
+}  // namespace
+
+void fill_forward_padding(const ForwardParams& params, Executor& executor) {
+  Fill<ForwardParams> fill{params, element_size(params.dtype), {}, {}};
+  add_pieces(padding_query_rows(params), &fill.queries);
+  run_work_items(executor, static_cast<int64_t>(fill.queries.size()), 0, &fill_forward_item, &fill);
+}
+
+void fill_backward_padding(const BackwardParams& params, Executor& executor) {
+  Fill<BackwardParams> fill{params, element_size(params.dtype), {}, {}};
+  add_pieces(padding_query_rows(params), &fill.queries);
+  add_unseeing_queries(params, &fill.queries);
+  add_pieces(padding_key_rows(params), &fill.keys);
+  run_work_items(executor, static_cast<int64_t>(fill.queries.size() + fill.keys.size()), 0, &fill_backward_item,
+                 &fill);
 }
 
 }  // namespace packed_sdpa::cpu

@@ -30,5 +30,7 @@
 #endif
 
 #define PACKED_SDPA_INLINE inline __attribute__((always_inline))
+#define PACKED_SDPA_LAMBDA_INLINE __attribute__((always_inline))
+
 // The phases of a kernel stay functions of their own, so that a profile names them.
 #define PACKED_SDPA_PHASE inline __attribute__((noinline))

@@ -477,30 +477,42 @@ double Problem::lse(int64_t index) const {
   return settings.dtype == ScalarType::kFloat64 ? lse_double[n] : static_cast<double>(lse_float[n]);
 }
 
+// The key row at which each query stands: that of the document's key of its rank, or counted on from the first or last.
+void Problem::place_queries() {
+  const int64_t rows_q = packing.rows_q();
+  const int64_t rows_k = packing.rows_k();
+  for (int64_t b = 0; b < packing.batch; ++b) {
+    for (int64_t i = 0; i < rows_q; ++i) {
+      const size_t query_row = static_cast<size_t>(b * rows_q + i);
+      const int64_t document = query_document[query_row];
+      query_place.push_back(0);
+      if (document < 0) continue;
+      const size_t d = static_cast<size_t>(document);
+      const int64_t diagonal = packing.diagonal_offsets.empty() ? document_keys[d] - document_queries[d]
+                                                                : int64_t{packing.diagonal_offsets[d]};
+      const int64_t place = diagonal + query_rank[query_row];
+      int64_t first = -1, last = -1;
+      for (int64_t row = 0; row < rows_k; ++row) {
+        const size_t flat = static_cast<size_t>(b * rows_k + row);
+        if (key_document[flat] != document) continue;
+        if (first < 0) first = row;
+        last = row;
+        if (key_rank[flat] == place) query_place.back() = row;
+      }
+      if (place < 0) query_place.back() = first + place;
+      if (place >= document_keys[d]) query_place.back() = last + place - document_keys[d] + 1;
+    }
+  }
+}
+
 bool Problem::sees(int64_t b, int64_t i, int64_t j) const {
   const size_t query_row = static_cast<size_t>(b * packing.rows_q() + i);
-  const size_t key_flat = static_cast<size_t>(b * packing.rows_k() + j);
   const int64_t document = query_document[query_row];
-  if (document < 0 || document != key_document[key_flat]) return false;
-  const size_t d = static_cast<size_t>(document);
-  const int64_t diagonal = packing.diagonal_offsets.empty()
-                               ? document_keys[d] - document_queries[d]
-                               : int64_t{packing.diagonal_offsets[d]};
-  const int64_t place = diagonal + query_rank[query_row];  // the query's key rank
-  // The row of that rank: found among the document's key rows, or counted on from the first or last of them.
-  int64_t first = -1, last = -1, place_row = -1;
-  for (int64_t row = 0; row < packing.rows_k(); ++row) {
-    const size_t flat = static_cast<size_t>(b * packing.rows_k() + row);
-    if (key_document[flat] != document) continue;
-    if (first < 0) first = row;
-    last = row;
-    if (key_rank[flat] == place) place_row = row;
-  }
-  if (place < 0) place_row = first + place;
-  if (place >= document_keys[d]) place_row = last + place - document_keys[d] + 1;
+  if (document < 0 || document != key_document[static_cast<size_t>(b * packing.rows_k() + j)]) return false;
+  const int64_t place = query_place[query_row];
   const int64_t right = settings.is_causal ? 0 : settings.window_right;
-  if (right >= 0 && j > place_row + right) return false;
-  return settings.window_left < 0 || j >= place_row - settings.window_left;
+  if (right >= 0 && j > place + right) return false;
+  return settings.window_left < 0 || j >= place - settings.window_left;
 }
 
 Dense dense_oracle(const Problem& problem, bool backward) {
@@ -528,7 +540,9 @@ const References& references(const Problem& problem) {
   key.erase(isa, key.find(' ', isa + 1) - isa);
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
-  return known.emplace(key, References{dense_oracle(problem, true), dense_math_path(problem, true)}).first->second;
+  Problem placed = problem;
+  placed.place_queries();
+  return known.emplace(key, References{dense_oracle(placed, true), dense_math_path(placed, true)}).first->second;
 }
 
 }  // namespace

@@ -90,7 +90,10 @@ struct Problem {
   std::string forward_kernel, backward_kernel;
 
   double lse(int64_t index) const;
+  // The mask, from ids and row numbers; place_queries() first.
+  void place_queries();
   bool sees(int64_t b, int64_t i, int64_t j) const;
+  std::vector<int64_t> query_place;
 };
 
 // Dense results, [B, H, rows, dim] contiguous.

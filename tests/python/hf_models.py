@@ -28,8 +28,8 @@ _SMALL = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """``hooks``: its attention modules are named self_attn. ``interface``: it is on Transformers' attention interface.
-    ``causal``: else every token sees its whole document."""
+    """``hooks``: its attention modules are named self_attn; else ``match`` names them. ``interface``: it is on
+    Transformers' attention interface. ``causal``: else every token sees its whole document."""
 
     model: str
     config: str
@@ -37,6 +37,7 @@ class Architecture:
     hooks: bool = True
     interface: bool = True
     causal: bool = True
+    match: str = ""
 
     def make(self, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: object) -> torch.nn.Module:
         torch.manual_seed(seed)
@@ -80,8 +81,9 @@ ARCHITECTURES = {
             "attn_pdrop": 0,
         },
         hooks=False,
+        match="attn",
     ),
-    "gpt_neox": Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", {}, hooks=False),
+    "gpt_neox": Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", {}, hooks=False, match="attention"),
     "gemma": Architecture("GemmaForCausalLM", "GemmaConfig", {"head_dim": 16}),
     "mixtral": Architecture(
         "MixtralForCausalLM",
@@ -133,6 +135,7 @@ ARCHITECTURES = {
         "FalconConfig",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "attention_dropout": 0.0, "hidden_dropout": 0.0},
         hooks=False,
+        match="self_attention",
         interface=False,
     ),
     "llama4": Architecture(
@@ -155,6 +158,7 @@ ARCHITECTURES = {
         "GPTBigCodeConfig",
         {"n_embd": 32, "n_head": 4, "n_layer": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
         hooks=False,
+        match="attn",
     ),
     "exaone4": Architecture(
         "Exaone4ForCausalLM",

@@ -76,9 +76,7 @@ def with_gradients(function, inputs: tuple[Tensor, ...], grad_out: Tensor, dtype
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(dtype))]
 
 
-def assert_close(
-    name: str, actual: Tensor, right: Tensor, plain: Tensor, repro: str = "", norm: float = 0.0
-) -> None:
+def assert_close(name: str, actual: Tensor, right: Tensor, plain: Tensor, repro: str = "", norm: float = 0.0) -> None:
     """Error against the float64 oracle at most twice that of torch's own math path, plus a floor of eps x norm.
 
     norm: size of the terms that were added up, which may cancel (a one-token document's query gradient is 0).

@@ -98,7 +98,8 @@ _selective = functools.partial(create_selective_checkpoint_contexts, _select_pro
 
 def _pairs(layers, x, outer, inner):
     for first in range(0, len(layers), 2):
-        x = outer(lambda h, pair=layers[first : first + 2]: functools.reduce(lambda y, layer: inner(layer, y), pair, h), x)
+        pair = layers[first : first + 2]
+        x = outer(functools.partial(_each, inner, pair), x)
     return x
 
 

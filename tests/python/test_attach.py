@@ -99,6 +99,10 @@ def test_documents_function(llama, batch):
         assert difference(llama(**batch).logits, expected) < EXACT
         llama(input_ids=batch["input_ids"])
         assert len(calls) == 2 and taken(llama) == 2
+        calls.clear()
+    with packed_sdpa.attach(llama, documents=lambda **_: None):
+        llama(**batch)  # unpacked, whatever its arguments tell
+        assert taken(llama) == 0
 
 
 class ValueHead(nn.Module):

@@ -7,9 +7,9 @@ import torch
 from cases import PACKINGS, packing, random_packing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import check_against_oracle, random_inputs, uniform_probe
 
 import packed_sdpa
+from oracle import check_against_oracle, random_inputs, uniform_probe
 from packed_sdpa import PackedLayout, packed_attention, varlen_attention
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -215,7 +215,11 @@ def test_case_22_strides(dtype):
 
 @dtypes
 @pytest.mark.parametrize("name", PACKINGS)
-@pytest.mark.parametrize("options", [{}, {"window_size": (5, -1)}, {"is_causal": False}, {"is_causal": False, "window_size": (3, 2)}], ids=["causal", "window", "whole", "both_sides"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_size": (5, -1)}, {"is_causal": False}, {"is_causal": False, "window_size": (3, 2)}],
+    ids=["causal", "window", "whole", "both_sides"],
+)
 def test_case_23_every_packing(name, options, dtype):
     ids = packing(name)
     layout = PackedLayout.from_doc_ids(ids)

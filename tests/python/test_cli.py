@@ -11,6 +11,7 @@ import pytest
 
 from packed_sdpa import cli, host
 from packed_sdpa._library import LIBRARY_PATH
+from packed_sdpa.errors import WorkerError
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -135,6 +136,24 @@ def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     captured = capsys.readouterr()
     assert_one_line(code, captured.out, captured.err, "transformers is not installed; run `pip install")
     assert "packed-sdpa[demo]" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "expected"),
+    [
+        (WorkerError("stock half ended:\nKilled"), 1, "stock half ended:\nKilled"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_other_ends_have_no_traceback(
+    raised: BaseException, code: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise raised
+
+    monkeypatch.setattr("packed_sdpa.info.print_info", fail)
+    assert cli.main(["info"]) == code
+    assert capsys.readouterr().err == f"packed-sdpa info: {expected}\n"
 
 
 def test_unknown_instruction_set_in_a_process_of_its_own() -> None:

@@ -19,6 +19,7 @@ import torch
 import packed_sdpa
 from packed_sdpa import demo, demo_report, host, proofs
 from packed_sdpa.demo_model import build_model, make_config
+from packed_sdpa.errors import WorkerError
 
 KEYS = [
     "documents",
@@ -122,7 +123,7 @@ def test_weights_of_the_folder_are_loaded(tmp_path: Path) -> None:
 
 def test_a_worker_that_dies_is_told_with_what_it_said(tmp_path: Path) -> None:
     (tmp_path / "stock.json").write_text("{", encoding="utf-8")
-    with pytest.raises(demo.DemoError, match=r"stock half of the demo ended with exit code 1:(.|\n)*JSONDecodeError"):
+    with pytest.raises(WorkerError, match=r"stock half of the demo ended with exit code 1:(.|\n)*JSONDecodeError"):
         list(demo._messages(tmp_path / "stock.json"))
 
 

@@ -168,6 +168,7 @@ def test_positions_of_three_axes():
             r"doc_ids must be \[B, S\] or \[S\], got shape \[1, 2, 4\]",
         ),
         ({"doc_ids": ids(1.0, 2.0)}, TypeError, "doc_ids must hold integers, got dtype torch.float32"),
+        ({"doc_ids": torch.ones(1, 8, dtype=torch.long, device="meta")}, ValueError, "doc_ids is on the meta device"),
         ({"doc_ids": [1, 1]}, TypeError, "doc_ids must be an integer tensor, got list"),
         (
             {"doc_ids": ids(1, 1, 1, 1, 1, 1, -2, 2)},

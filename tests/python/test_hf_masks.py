@@ -186,7 +186,10 @@ def test_eager_models_and_eager_layers_are_switched():
     own = copy.deepcopy(model.config)
     own._attn_implementation = "sdpa"
     model.model.layers[1].self_attn.config = own
-    report = check(model, packed_batch(), strict=True)
+    with pytest.warns(
+        UserWarning, match=r"model\.layers\.1\.self_attn asks for 'sdpa' attention by a config of its own"
+    ):
+        report = check(model, packed_batch(), strict=True)
     assert report.taken == 2
     assert (model.config._attn_implementation, own._attn_implementation) == ("eager", "sdpa")
 

@@ -1,6 +1,7 @@
 """Every architecture: logits and gradients of the packed row equal each document alone in the stock model."""
 
 import copy
+import pathlib
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import models_table
 import packed_sdpa
 from hf_models import ARCHITECTURES, FIRST_EIGHT, LENGTHS, difference, each_alone, gradients, packed_batch, worst
 
@@ -78,11 +80,10 @@ def test_hooks_with_gradient_checkpointing(name, reentrant):
     assert report.taken == 2 * len(report.modules)
 
 
-@pytest.mark.parametrize(
-    ("name", "match"), [("gpt2", "attn"), ("gpt_neox", "*.attention"), ("falcon", ["self_attention"])]
-)
-def test_hooks_by_match(name, match):
+@pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if architecture.match])
+def test_hooks_by_match(name):
     """Case 39."""
+    match = ARCHITECTURES[name].match
     model = ARCHITECTURES[name].make().train()
     with pytest.raises(ValueError, match=r"attention-like modules it has: .*(attn|attention) \("):
         packed_sdpa.attach(model, route="hooks")
@@ -148,3 +149,9 @@ def test_unpacked_forward_is_stock(name):
 
 def test_lengths_cross_the_windows():
     assert max(LENGTHS) > 2 * 4 and min(LENGTHS) == 1
+
+
+def test_support_table_is_current():
+    """docs/models.md says what is tested here; python tests/python/models_table.py > docs/models.md"""
+    written = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
+    assert written.read_text() == models_table.table()

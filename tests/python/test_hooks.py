@@ -17,12 +17,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from packed_models import STOCK, Model, dense_mask, one_torch_thread, plain_attention  # noqa: F401
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from packed_models import STOCK, Model, dense_mask, one_torch_thread, plain_attention  # noqa: F401
 from packed_sdpa import _torch_private, interception, packed
 from packed_sdpa.hooks import hook_attention, hooks_of
 from packed_sdpa.packed import (
@@ -173,11 +173,11 @@ def test_checkpoint_wrapped_models_are_hooked_on_the_inner_module(wrap):
     torch.testing.assert_close(got, right)
 
 
-class Expected(Exception):
+class ExpectedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [Expected, KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("error", [ExpectedError, KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("direct", [False, True])
 def test_case_34_what_raises_leaves_nothing(error, direct):
     model = hooked(Attention())
@@ -195,7 +195,7 @@ def test_case_34_what_raises_leaves_nothing(error, direct):
     torch.testing.assert_close(model(x), packed_result(x))
 
 
-@pytest.mark.parametrize("error", [Expected, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ExpectedError, KeyboardInterrupt])
 @pytest.mark.parametrize("register", ["register_forward_pre_hook", "register_forward_hook"])
 def test_other_hooks_that_raise_leave_nothing(register, error):
     def fail(*_):

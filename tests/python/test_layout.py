@@ -81,20 +81,68 @@ def test_layout_is_immutable_and_prints_itself():
 BAD = [
     (lambda: PackedLayout.from_doc_ids(torch.tensor([[1, -1]])), ValueError, "doc_ids must not be negative, got -1"),
     (lambda: PackedLayout.from_doc_ids(torch.tensor([1.5])), TypeError, "doc_ids must have an integer dtype"),
-    (lambda: PackedLayout.from_doc_ids(torch.ones(1, 2, 3).long()), ValueError, r"doc_ids must be \[B, S\] or \[S\], got shape \[1, 2, 3\]"),
-    (lambda: PackedLayout.from_doc_ids(torch.tensor(1)), ValueError, r"doc_ids must be \[B, S\] or \[S\], got shape \[\]"),
-    (lambda: PackedLayout.from_doc_ids(torch.ones(4).long(), row_offset=5), ValueError, r"row_offset must be in \[0, 4\], got 5"),
-    (lambda: PackedLayout.from_doc_ids(torch.ones(4).long(), row_offset=-1), ValueError, r"row_offset must be in \[0, 4\], got -1"),
-    (lambda: PackedLayout.from_doc_ids(torch.ones(4).long(), row_offset=2, rows=3), ValueError, r"rows must be in \[0, 2\]"),
+    (
+        lambda: PackedLayout.from_doc_ids(torch.ones(1, 2, 3).long()),
+        ValueError,
+        r"doc_ids must be \[B, S\] or \[S\], got shape \[1, 2, 3\]",
+    ),
+    (
+        lambda: PackedLayout.from_doc_ids(torch.tensor(1)),
+        ValueError,
+        r"doc_ids must be \[B, S\] or \[S\], got shape \[\]",
+    ),
+    (
+        lambda: PackedLayout.from_doc_ids(torch.ones(4).long(), row_offset=5),
+        ValueError,
+        r"row_offset must be in \[0, 4\], got 5",
+    ),
+    (
+        lambda: PackedLayout.from_doc_ids(torch.ones(4).long(), row_offset=-1),
+        ValueError,
+        r"row_offset must be in \[0, 4\], got -1",
+    ),
+    (
+        lambda: PackedLayout.from_doc_ids(torch.ones(4).long(), row_offset=2, rows=3),
+        ValueError,
+        r"rows must be in \[0, 2\]",
+    ),
     (lambda: PackedLayout.from_seqlens([3, 4], total=5), ValueError, "seqlens sum to 7 but the row has only 5 tokens"),
     (lambda: PackedLayout.from_seqlens([3, -4]), ValueError, "seqlens must not be negative, got -4"),
-    (lambda: PackedLayout.from_seqlens(torch.tensor([1.0])), TypeError, "seqlens must have an integer dtype, got Float"),
-    (lambda: PackedLayout.from_cu_seqlens(torch.tensor([1, 3]), torch.tensor([0, 3])), ValueError, "cu_seqlens_q must start at 0, got 1"),
-    (lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3]), torch.tensor([2, 3])), ValueError, "cu_seqlens_k must start at 0, got 2"),
-    (lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3, 2]), torch.tensor([0, 3, 3])), ValueError, "cu_seqlens_q must not decrease, but entry 2 is 2 after 3"),
-    (lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3]), torch.tensor([0, 3]), total_q=2), ValueError, "cu_seqlens_q ends at 3 but there are only 2 tokens"),
-    (lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3]), torch.tensor([0, 1, 3])), ValueError, "must describe the same documents, got 2 and 3 entries"),
-    (lambda: PackedLayout.from_cu_seqlens(torch.tensor([]).int(), torch.tensor([]).int()), ValueError, "at least one entry"),
+    (
+        lambda: PackedLayout.from_seqlens(torch.tensor([1.0])),
+        TypeError,
+        "seqlens must have an integer dtype, got Float",
+    ),
+    (
+        lambda: PackedLayout.from_cu_seqlens(torch.tensor([1, 3]), torch.tensor([0, 3])),
+        ValueError,
+        "cu_seqlens_q must start at 0, got 1",
+    ),
+    (
+        lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3]), torch.tensor([2, 3])),
+        ValueError,
+        "cu_seqlens_k must start at 0, got 2",
+    ),
+    (
+        lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3, 2]), torch.tensor([0, 3, 3])),
+        ValueError,
+        "cu_seqlens_q must not decrease, but entry 2 is 2 after 3",
+    ),
+    (
+        lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3]), torch.tensor([0, 3]), total_q=2),
+        ValueError,
+        "cu_seqlens_q ends at 3 but there are only 2 tokens",
+    ),
+    (
+        lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3]), torch.tensor([0, 1, 3])),
+        ValueError,
+        "must describe the same documents, got 2 and 3 entries",
+    ),
+    (
+        lambda: PackedLayout.from_cu_seqlens(torch.tensor([]).int(), torch.tensor([]).int()),
+        ValueError,
+        "at least one entry",
+    ),
 ]
 
 

@@ -9,17 +9,26 @@ import weakref
 
 import pytest
 import torch
-from packed_models import ALL_KINDS, Model, assert_gradients, one_torch_thread  # noqa: F401
+from torch.utils.checkpoint import checkpoint
 
+from packed_models import ALL_KINDS, Model, assert_gradients, one_torch_thread  # noqa: F401
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments
-from packed_sdpa.hooks import forward_scope, keep_documents, new_attachment
+from packed_sdpa.hooks import (
+    forward_scope,
+    hook_attention,
+    in_forward_scope,
+    keep_documents,
+    new_attachment,
+    run_scoped,
+)
 from packed_sdpa.packed import (
     _PACKED_STATE,
     attach_cp1_packed_varlen_hooks,
     disable_cp1_packed_varlen,
     enable_cp1_packed_varlen,
 )
+from packed_sdpa.records import ModuleRecord
 
 ROWS = 8
 SPLITS = [
@@ -29,6 +38,7 @@ SPLITS = [
     torch.tensor([[0, 1, 2, 1, 1, 3, 3, 3]]),
     None,  # unarmed
 ]
+WITHOUT_PADDING = [SPLITS[0], SPLITS[2]]
 CHECKPOINTED = [kind for kind in ALL_KINDS if kind != "none"]
 
 
@@ -137,7 +147,7 @@ def in_thread(function):
     def run():
         try:
             function()
-        except BaseException as error:  # handed to the test's own thread
+        except (RuntimeError, AssertionError) as error:  # handed to the test's own thread
             failure.append(error)
 
     thread = threading.Thread(target=run)
@@ -200,7 +210,7 @@ def test_concurrent_backwards_of_one_threads_forwards():
             def run(loss, failures=failures):
                 try:
                     loss.backward()
-                except BaseException as error:  # shown below
+                except RuntimeError as error:  # shown below
                     failures.append(error)
 
             threads = [threading.Thread(target=run, args=(loss,)) for loss in losses]
@@ -266,3 +276,292 @@ def test_random_schedules(seed):
 def test_many_random_schedules(first):
     for seed in range(first, first + 200):
         random_schedule(seed)
+
+
+# Outer forwards of attached models.
+
+
+def scoped_forward(model, attachment, x, doc_ids):
+    documents = None if doc_ids is None else ArmedDocuments(doc_ids)
+    with forward_scope(documents, attachment):
+        out = model(x)
+    keep_documents(out, documents)
+    return out.square().sum()
+
+
+def attached(kind, seed=0, num_layers=2):
+    model = Model(kind, seed=seed, num_layers=num_layers)
+    attachment = new_attachment()
+    for name, layer in zip("abcd", model.plain_layers, strict=False):
+        hook_attention(layer.self_attn, ModuleRecord(name), attachment=attachment)
+    return model, attachment
+
+
+@pytest.mark.parametrize("order", ["AB", "BA", "A+B"])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_scopes_with_two_forwards_in_flight(kind, order):
+    model, attachment = attached(kind)
+    forwards = [(batch(1), SPLITS[0]), (batch(2), None), (batch(3), SPLITS[1])]
+    expected = expected_gradients(model, forwards)
+    losses = [scoped_forward(model, attachment, *forward) for forward in forwards]
+    if order == "A+B":
+        sum(losses).backward()
+    else:
+        for loss in losses if order == "AB" else reversed(losses):
+            loss.backward()
+    assert_gradients(model.gradients(), expected, f"{kind} {order}")
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["none", "reentrant", "non_reentrant", "nested_rn"])
+def test_a_whole_attached_forward_is_recomputed(kind, use_reentrant):
+    model, attachment = attached(kind)
+    forwards = [(batch(1).requires_grad_(), SPLITS[0]), (batch(2).requires_grad_(), SPLITS[1])]
+    expected = expected_gradients(model, forwards)
+    losses = [
+        checkpoint(lambda x, ids=ids: scoped_forward(model, attachment, x, ids), x, use_reentrant=use_reentrant)
+        for x, ids in forwards
+    ]
+    for loss in losses:
+        loss.backward()
+    assert_gradients(model.gradients(), expected, kind)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_that_arms_by_itself(use_reentrant):
+    """Models of the seed arm in their own forward; here that forward is checkpointed as a whole."""
+    model = hooked("none")
+    forwards = [(batch(1).requires_grad_(), SPLITS[0]), (batch(2).requires_grad_(), SPLITS[1])]
+    expected = expected_gradients(model, forwards)
+    losses = [
+        checkpoint(lambda x, ids=ids: run_forward(model, x, ids), x, use_reentrant=use_reentrant) for x, ids in forwards
+    ]
+    disable_cp1_packed_varlen()
+    for loss in losses:
+        loss.backward()
+    assert_gradients(model.gradients(), expected, "arms by itself")
+
+
+def test_a_scope_wins_over_the_armed_state_and_leaves_it():
+    model, attachment = attached("non_reentrant")
+    enable_cp1_packed_varlen(SPLITS[2], "flash")
+    forward = (batch(1), SPLITS[0])
+    expected = expected_gradients(model, [forward])
+    scoped_forward(model, attachment, *forward).backward()
+    assert_gradients(model.gradients(), expected, "scope")
+    assert _PACKED_STATE.get().doc_ids.tolist() == SPLITS[2].tolist()
+
+
+def test_the_outermost_scope_of_an_attachment_counts():
+    model, attachment = attached("reentrant")
+    forward = (batch(1), SPLITS[0])
+    expected = expected_gradients(model, [forward])
+    outer = ArmedDocuments(SPLITS[0])
+    with forward_scope(outer, attachment):
+        assert in_forward_scope(attachment)
+        loss = scoped_forward(model, attachment, batch(1), SPLITS[3])
+    assert not in_forward_scope(attachment)
+    keep_documents(loss, outer)
+    loss.backward()
+    assert_gradients(model.gradients(), expected, "outermost")
+
+
+def test_nested_attachments_have_their_own_documents():
+    """A model within a model, both attached: the newest hooking's scope counts, where there is one."""
+    model, inner = attached("non_reentrant")
+    outer = new_attachment()
+    for layer in model.plain_layers:
+        hook_attention(layer.self_attn, ModuleRecord("again"), attachment=outer)
+    forwards = [(batch(1), SPLITS[0]), (batch(2), SPLITS[1])]
+    expected = expected_gradients(model, forwards)
+    losses = [
+        scoped_forward(model, attachment, *forward)
+        for attachment, forward in zip((inner, outer), forwards, strict=True)
+    ]
+    for loss in losses:
+        loss.backward()
+    assert_gradients(model.gradients(), expected, "nested attachments")
+
+
+def test_run_scoped_keeps_the_documents_and_ends_by_any_exception():
+    model, attachment = attached("reentrant")
+    forward = (batch(1), SPLITS[0])
+    expected = expected_gradients(model, [forward])
+    out = run_scoped(ArmedDocuments(SPLITS[0]), attachment, model, (forward[0],), {})
+    for error in (ValueError, KeyboardInterrupt):
+
+        def fail(error=error):
+            raise error
+
+        with pytest.raises(error):
+            run_scoped(None, attachment, fail, (), {})
+        assert not in_forward_scope(attachment)
+    out.square().sum().backward()
+    assert_gradients(model.gradients(), expected, "run_scoped")
+
+
+# Where it cannot be told, it raises.
+
+
+def test_hooked_between_forward_and_backward():
+    for kind in ("reentrant", "non_reentrant"):
+        model = Model(kind)
+        enable_cp1_packed_varlen(SPLITS[0], "flash")
+        loss = model(batch(1)).sum()
+        attach_cp1_packed_varlen_hooks(model)
+        with pytest.raises(RuntimeError, match=r"ran before this attention was hooked.*keep the hooks attached"):
+            loss.backward()
+
+
+def test_a_fresh_forward_in_a_tensor_hook_while_others_are_armed():
+    model, other = hooked("non_reentrant"), hooked("none", seed=1)
+    out = []
+    loss = run_forward(model, batch(1), SPLITS[0])
+    model_output = loss * 1.0
+    model_output.register_hook(lambda grad: out.append(run_forward(other, batch(2), SPLITS[1])))
+    with pytest.raises(RuntimeError, match="documents were armed within this backward that differ"):
+        model_output.backward()
+
+
+def test_a_recompute_outside_of_backward():
+    model = hooked("non_reentrant")
+    enable_cp1_packed_varlen(SPLITS[0], "flash")
+    out = model(batch(1))
+    disable_cp1_packed_varlen()
+    tanh = out.grad_fn.next_functions[1][0]
+    with pytest.raises(RuntimeError, match="recomputed outside of a backward"):
+        _ = tanh._saved_result
+
+
+def test_an_overwritten_buffer_of_a_recomputed_scope():
+    model, attachment = attached("none")
+    ids = SPLITS[0].clone()
+    loss = checkpoint(
+        lambda x: scoped_forward(model, attachment, x, ids), batch(1).requires_grad_(), use_reentrant=False
+    )
+    ids.copy_(SPLITS[2])  # as many documents, other ones
+    with pytest.raises(RuntimeError, match="found other documents than it ran under; was its doc_ids buffer"):
+        loss.backward()
+
+
+def test_the_65th_reentrant_forward_is_told():
+    model = hooked("reentrant", num_layers=1)
+    first = run_forward(model, batch(0), SPLITS[0])
+    for seed in range(70):
+        run_forward(model, batch(seed), SPLITS[seed % 2])
+    with pytest.raises(RuntimeError, match="documents of the forward that is recomputed are gone: more than 64"):
+        first.backward()
+
+
+# What is kept alive.
+
+
+KEPT_BY_GRAPH = (
+    "none",
+    "non_reentrant",
+    "part_non_reentrant",
+    "nested_nn",
+    "sequential_n",
+    "selective",
+    "early_stop_off",
+)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_nothing_is_kept_alive_after_backward(kind):
+    model = hooked(kind)
+    alive = []
+    for seed in range(3):
+        loss = run_forward(model, batch(seed), SPLITS[seed])
+        alive.append(weakref.ref(_PACKED_STATE.get()))
+        loss.backward()
+        del loss
+    disable_cp1_packed_varlen()
+    gc.collect()
+    kept = [reference() for reference in alive if reference() is not None]
+    assert not kept or kind not in KEPT_BY_GRAPH  # else by the ring of 64: their regions run without a graph
+    redirects, scopes = ops.state_statistics()[2:4]
+    assert (redirects, scopes) == (0, 0)
+
+
+def test_the_graph_keeps_the_documents_until_backward():
+    model = hooked("non_reentrant")
+    loss = run_forward(model, batch(1), SPLITS[0])
+    alive = weakref.ref(_PACKED_STATE.get())
+    disable_cp1_packed_varlen()
+    gc.collect()
+    assert alive() is not None
+    loss.backward()
+    del loss
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_failed_backward_leaves_no_redirect():
+    model = hooked("nested_rn")
+    loss = run_forward(model, batch(1), SPLITS[0])
+
+    def fail(_):
+        raise ValueError("stop here")
+
+    handle = model.layers[0].mlp[0].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="stop here"):
+        loss.backward()
+    handle.remove()
+    model.zero_grad()
+    forwards = [(batch(2), SPLITS[1]), (batch(3), SPLITS[2])]
+    expected = expected_gradients(model, forwards)
+    for loss in [run_forward(model, *forward) for forward in forwards]:
+        loss.backward()
+    assert_gradients(model.gradients(), expected, "after a failure")
+
+
+# Hugging Face's own checkpointing.
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_case_28_llama_with_gradient_checkpointing(use_reentrant):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).double().train()
+    attach_cp1_packed_varlen_hooks(model)
+    tokens = [torch.randint(32, (1, ROWS)) for _ in range(2)]
+
+    def losses():
+        for ids, doc_ids in zip(tokens, WITHOUT_PADDING, strict=True):
+            arm(doc_ids)
+            yield model(input_ids=ids).logits.square().mean()
+
+    model.zero_grad()
+    sum(losses()).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    sum(model_documents_alone(model, tokens)).backward()
+    assert_gradients([parameter.grad for parameter in model.parameters()], expected, "each document alone")
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    for order in ((0, 1), (1, 0)):
+        model.zero_grad()
+        pending = list(losses())
+        for index in order:
+            pending[index].backward()
+        assert_gradients([parameter.grad for parameter in model.parameters()], expected, f"order {order}")
+
+
+def model_documents_alone(model, tokens):
+    """The same loss, from each document's own forward, unarmed."""
+    disable_cp1_packed_varlen()
+    for ids, doc_ids in zip(tokens, WITHOUT_PADDING, strict=True):
+        logits = []
+        for document in doc_ids[0].unique_consecutive().tolist():
+            rows = doc_ids[0] == document
+            logits.append(model(input_ids=ids[:, rows], position_ids=rows.nonzero().T).logits)
+        yield torch.cat(logits, 1).square().mean()

@@ -46,8 +46,15 @@ def long_batch():
     return packed_batch(lengths)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        ("llama", False),
+        ("mistral", True),
+        pytest.param("gemma3", True, marks=pytest.mark.slow),
+        pytest.param("gpt2", False, marks=pytest.mark.slow),
+    ],
+)
 def test_no_tensor_of_s_times_s_elements(name, checkpointing):
     """A step at S 8192; also with a 2-D mask, for which Transformers builds its dense mask even unpacked."""
     changes = {"max_position_embeddings": SIZE, "n_positions": SIZE, "num_hidden_layers": 1, "n_layer": 1}
@@ -287,6 +294,24 @@ def test_compiled_layers_take_new_documents_without_recompiling(backend):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
+def test_hooked_layers_break_the_graph_and_stay_right():
+    """The hooks route under compile: attention runs between two graphs, with the documents of this forward."""
+    model = ARCHITECTURES["llama"].make(dtype=torch.float32, num_hidden_layers=1)
+    torch._dynamo.reset()
+    stock = copy.deepcopy(model)
+    with packed_sdpa.attach(model, route="hooks", strict=True):
+        model.model.layers[0].compile(backend="aot_eager")
+        for seed, lengths in enumerate(((5, 20), (10, 10, 5), LENGTHS)):
+            batch = packed_batch(lengths, seed=seed)
+            got = gradients(model, model(**batch, use_cache=False).logits)
+            assert worst(got, gradients(stock, each_alone(stock, batch, lengths))) < 1e-4
+    with packed_sdpa.attach(stock, route="hooks"), pytest.raises(torch._dynamo.exc.Unsupported):
+        stock.model.layers[0].compile(fullgraph=True, backend="eager")  # asked for one graph: loud
+        stock(**packed_batch(), use_cache=False)
+
+
+@pytest.mark.slow
 def test_whole_model_compiled_is_packed_or_loud():
     model = ARCHITECTURES["llama"].make(dtype=torch.float32, num_hidden_layers=1).eval()
     batch = packed_batch()

@@ -6,6 +6,7 @@
 struct EngineF32 {
   using Elem = float;
   static constexpr int64_t kPair = 1;
+  static constexpr bool kOverlap = false;
   static constexpr int64_t kStrip = kMicroRows;
   static constexpr int64_t kColumnStep = kLanes;
   static constexpr int64_t kDepthStep = 1;

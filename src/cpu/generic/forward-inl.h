@@ -26,14 +26,16 @@ struct ForwardBuffers {
     end = arena->template take<int32_t>(queries);
     k = arena->template take<float>(depth / E::kPair * round_up(keys, kPanel));
     v = arena->template take<float>(keys / E::kPair * round_up(width, kPanel));
-    s = arena->template take<float>(tile_rows * keys);
-    p = E::kPair == 1 ? reinterpret_cast<Elem*>(s) : arena->template take<Elem>(tile_rows * keys);
+    // Two of each where the product of one tile runs under the softmax of another.
+    slots = E::kOverlap ? 2 : 1;
+    s = arena->template take<float>(slots * tile_rows * keys);
+    p = E::kPair == 1 ? reinterpret_cast<Elem*>(s) : arena->template take<Elem>(slots * tile_rows * keys);
     key_rows = arena->template take<Elem>(round_up(keys, kLanes) * depth);
     const int64_t dim = shape.head_dim > shape.head_dim_v ? shape.head_dim : shape.head_dim_v;
     spare = arena->template take<T>(2 * round_up(dim, 64));
     factors = arena->template take<float>(keys);
   }
-  int64_t rows, keys, depth, width, tile_rows;
+  int64_t rows, keys, depth, width, tile_rows, slots;
   Elem* q;
   float* out;
   float* reference;
@@ -63,16 +65,30 @@ PACKED_SDPA_INLINE Span round_span(int64_t begin, int64_t end, int64_t limit) {
   return {begin / E::kKeyPadding * E::kKeyPadding, round_up(end, E::kKeyPadding)};
 }
 
-// Scores to weights for `count` rows from `row` on, which lie `strip` rows into the tile.
+// What the strip at `row` (of num_rows) of a block computes of a key tile.
 template <class E, typename T>
+PACKED_SDPA_INLINE Span strip_span(const TiledForward& call, const ForwardBuffers<E, T>& buffers, int64_t row,
+                                   int64_t num_rows, int64_t first_key, int64_t num_keys) {
+  const int32_t group = static_cast<int32_t>(call.group);
+  const int64_t last = (row + E::kStrip < num_rows ? row + E::kStrip : num_rows) - 1;
+  const int32_t query = static_cast<int32_t>(row) / group;
+  const int32_t last_query = static_cast<int32_t>(last) / group;
+  return round_span<E>(buffers.begin[query] - first_key, buffers.end[last_query] - first_key, num_keys);
+}
+
+// Scores to weights for `count` rows from `row` on, which lie `strip` rows into the tile. `background` does its share of
+// products between the rows.
+template <class E, typename T, class Background>
 PACKED_SDPA_PHASE void softmax_rows(const TiledForward& call, const Document& document, int64_t kv_head,
                                     const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t row,
-                                    int64_t strip, int64_t count, Span span, int64_t first_key, int64_t num_keys) {
+                                    int64_t strip, int64_t count, Span span, int64_t first_key, int64_t num_keys,
+                                    Background* background) {
   const int32_t group = static_cast<int32_t>(call.group);
   const float c = static_cast<float>((call.params.scale < 0 ? -call.params.scale : call.params.scale) * kLog2E);
   float* s = buffers.s + strip * buffers.keys;
   typename E::Elem* p = buffers.p + strip * buffers.keys;
   for (int64_t r = 0; r < count; ++r) {
+    background->advance(r, count);
     const int32_t query = static_cast<int32_t>(row + r) / group;
     int64_t begin = buffers.begin[query] - first_key;
     int64_t end = buffers.end[query] - first_key;
@@ -93,28 +109,27 @@ PACKED_SDPA_PHASE void softmax_rows(const TiledForward& call, const Document& do
   }
 }
 
+struct NoBackground {
+  PACKED_SDPA_INLINE void advance(int64_t, int64_t) {}
+};
+
 template <class E, typename T>
 inline void forward_tile(const TiledForward& call, const Document& document, int64_t kv_head,
                          const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t first_row, int64_t num_rows,
                          int64_t first_key, int64_t num_keys) {
   using Elem = typename E::Elem;
-  const int32_t group = static_cast<int32_t>(call.group);
   const int64_t depth = round_up(call.params.shape.head_dim, E::kDepthStep);
   const BLayout k_layout = {kPanel, buffers.depth / E::kPair * kPanel};
   const BLayout v_layout = {kPanel, buffers.keys / E::kPair * kPanel};
 
+  NoBackground none;
+  const int64_t rows_end = first_row + num_rows;
   for (int64_t strip = 0; strip < num_rows;) {
     // Strips that compute the same span go together.
-    const auto span_of = [&](int64_t row) {
-      const int64_t last = (row + E::kStrip < num_rows ? row + E::kStrip : num_rows) - 1;
-      const int32_t query = static_cast<int32_t>(first_row + row) / group;
-      const int32_t last_query = static_cast<int32_t>(first_row + last) / group;
-      return round_span<E>(buffers.begin[query] - first_key, buffers.end[last_query] - first_key, num_keys);
-    };
-    const Span span = span_of(strip);
+    const Span span = strip_span<E, T>(call, buffers, first_row + strip, rows_end, first_key, num_keys);
     int64_t next = strip + E::kStrip;
     while (next < num_rows) {
-      const Span other = span_of(next);
+      const Span other = strip_span<E, T>(call, buffers, first_row + next, rows_end, first_key, num_keys);
       if (other.begin != span.begin || other.end != span.end) break;
       next += E::kStrip;
     }
@@ -126,7 +141,8 @@ inline void forward_tile(const TiledForward& call, const Document& document, int
       Elem* p = buffers.p + strip * buffers.keys;
       E::gemm(count, span.begin, span.end, depth, buffers.q + row * buffers.depth, buffers.depth, buffers.k, k_layout,
               s, buffers.keys, false);
-      softmax_rows<E, T>(call, document, kv_head, buffers, first_query, row, strip, count, span, first_key, num_keys);
+      softmax_rows<E, T>(call, document, kv_head, buffers, first_query, row, strip, count, span, first_key, num_keys,
+                         &none);
       E::gemm(count, 0, buffers.width, span.end - span.begin, p + span.begin, buffers.keys,
               buffers.v + span.begin / E::kPair * kPanel, v_layout, buffers.out + row * buffers.width, buffers.width,
               true);
@@ -157,6 +173,71 @@ PACKED_SDPA_PHASE void write_block(const TiledForward& call, const Document& doc
           sees ? abs_scale * buffers.reference[r] + __builtin_logf(buffers.sum[r]) : -__builtin_inff();
     }
   }
+}
+
+// All rows of a block against a key tile, with the products in the background: while the softmax of one group of rows
+// runs on the vector unit, the scores of the next group and the O += P V of the last one run on the tile unit. A group is
+// at most a tile of rows with one span.
+template <class E, typename T, class Prefetch>
+inline void forward_overlapped(const TiledForward& call, const Document& document, int64_t kv_head,
+                               const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t num_rows,
+                               int64_t first_key, int64_t num_keys, const Prefetch& prefetch) {
+  const int64_t depth = round_up(call.params.shape.head_dim, E::kDepthStep);
+  const BLayout k_layout = {kPanel, buffers.depth / E::kPair * kPanel};
+  const BLayout v_layout = {kPanel, buffers.keys / E::kPair * kPanel};
+  const int64_t slot_size = buffers.tile_rows * buffers.keys;
+  struct Group {
+    int64_t row;
+    int64_t count;  // 0: no more
+    Span span;
+  };
+  const auto find_group = [&](int64_t row) {
+    Group group = {row, 0, {0, 0}};
+    for (; group.row < num_rows; group.row += E::kStrip) {
+      group.span = strip_span<E, T>(call, buffers, group.row, num_rows, first_key, num_keys);
+      if (group.span.begin < group.span.end) break;
+    }
+    int64_t end = group.row;
+    while (end < num_rows && end - group.row < buffers.tile_rows) {
+      const Span span = strip_span<E, T>(call, buffers, end, num_rows, first_key, num_keys);
+      if (span.begin != group.span.begin || span.end != group.span.end) break;
+      end += E::kStrip;
+    }
+    if (group.row < num_rows) group.count = (end < num_rows ? end : num_rows) - group.row;
+    return group;
+  };
+  typename E::Background background;
+  const auto add_scores = [&](const Group& group, int64_t slot) {
+    background.add(group.count, group.span.begin, group.span.end, depth, buffers.q + group.row * buffers.depth,
+                   buffers.depth, buffers.k, k_layout, buffers.s + slot * slot_size, buffers.keys, false);
+  };
+  const auto add_output = [&](const Group& group, int64_t slot) {
+    background.add(group.count, 0, buffers.width, group.span.end - group.span.begin,
+                   buffers.p + slot * slot_size + group.span.begin, buffers.keys,
+                   buffers.v + group.span.begin / E::kPair * kPanel, v_layout,
+                   buffers.out + group.row * buffers.width, buffers.width, true);
+  };
+
+  Group group = find_group(0);
+  Group last = {0, 0, {0, 0}};
+  int64_t slot = 0;
+  if (group.count == 0) return;
+  add_scores(group, slot);
+  background.finish();
+  while (group.count > 0) {
+    prefetch(group.row, group.count);
+    const Group next = find_group(group.row + group.count);
+    if (last.count > 0) add_output(last, 1 - slot);
+    if (next.count > 0) add_scores(next, 1 - slot);
+    softmax_rows<E, T>(call, document, kv_head, buffers, first_query, group.row, slot * buffers.tile_rows, group.count,
+                       group.span, first_key, num_keys, &background);
+    background.finish();
+    last = group;
+    group = next;
+    slot = 1 - slot;
+  }
+  add_output(last, 1 - slot);
+  background.finish();
 }
 
 // What the item's next block (a whole short document and head) reads first.
@@ -220,16 +301,28 @@ inline void forward_block(const TiledForward& call, const Document& document, in
     const int64_t next_key = first_key + num_keys;
     const int64_t next_count = keys_end - next_key < buffers.keys ? keys_end - next_key : buffers.keys;
     const int64_t parts = (num_rows + buffers.tile_rows - 1) / buffers.tile_rows;
-    for (int64_t row = 0; row < num_rows; row += buffers.tile_rows) {
-      const int64_t part = row / buffers.tile_rows;
+    const auto prefetch_next = [&](int64_t part, int64_t all) {
       if (next_count > 0) {
-        key.prefetch_share(next_key, next_count, part, parts);
-        value.prefetch_share(next_key, next_count, part, parts);
+        key.prefetch_share(next_key, next_count, part, all);
+        value.prefetch_share(next_key, next_count, part, all);
       } else {
-        next.query.prefetch_share(0, next.num_rows, part, parts);
-        next.key.prefetch_share(0, next.num_keys, part, parts);
-        next.value.prefetch_share(0, next.num_keys, part, parts);
+        next.query.prefetch_share(0, next.num_rows, part, all);
+        next.key.prefetch_share(0, next.num_keys, part, all);
+        next.value.prefetch_share(0, next.num_keys, part, all);
       }
+    };
+    if constexpr (E::kOverlap) {
+      forward_overlapped<E, T>(
+          call, document, kv_head, buffers, first_query, num_rows, first_key, num_keys,
+          [&](int64_t row, int64_t count) {  // shares in strips of rows
+            for (int64_t r = row / E::kStrip; r < (row + count + E::kStrip - 1) / E::kStrip; ++r) {
+              prefetch_next(r, (num_rows + E::kStrip - 1) / E::kStrip);
+            }
+          });
+      continue;
+    }
+    for (int64_t row = 0; row < num_rows; row += buffers.tile_rows) {
+      prefetch_next(row / buffers.tile_rows, parts);
       const int64_t count = num_rows - row < buffers.tile_rows ? num_rows - row : buffers.tile_rows;
       const int64_t query_begin = row / call.group;
       const int64_t query_last = (row + count - 1) / call.group;

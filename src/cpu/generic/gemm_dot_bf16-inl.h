@@ -2,6 +2,7 @@
 struct DotBf16 {
   static PACKED_SDPA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return vec_dot_bf16(acc, a, b); }
 
+  static constexpr bool kOverlap = false;
   static constexpr int64_t kStrip = kMicroRows;
   static constexpr int64_t kColumnStep = kLanes;
   static constexpr int64_t kDepthStep = 2;

@@ -18,7 +18,7 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
                                     float c, const float* factors, float* reference, float* sum, float* out,
                                     int64_t out_width) {
   if (begin >= end) {
-    for (int64_t j = low; j < high; j += kLanes) vec_store_as(p + j, vec_zero());
+    for (int64_t at = low; at < high; at += kLanes) vec_store_as(p + at, vec_zero());
     return;
   }
   const Vec minus_infinity = vec_set(-__builtin_inff());
@@ -27,10 +27,20 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
   const Mask first_mask = vec_mask(begin - first, end - first);
   const Mask last_mask = vec_mask(begin - last, end - last);
 
-  Vec maxima = vec_select(first_mask, vec_load(s + first), minus_infinity);
-  for (int64_t j = first + kLanes; j < last; j += kLanes) maxima = vec_max(maxima, vec_load(s + j));
-  maxima = vec_max(maxima, vec_select(last_mask, vec_load(s + last), minus_infinity));
-  const float maximum = vec_reduce_max(maxima);
+  // Independent chains of maxima and sums: one would wait four cycles for each of its steps.
+  Vec maxima[4];
+  maxima[0] = vec_select(first_mask, vec_load(s + first), minus_infinity);
+  maxima[1] = vec_select(last_mask, vec_load(s + last), minus_infinity);
+  maxima[2] = minus_infinity;
+  maxima[3] = minus_infinity;
+  int64_t j = first + kLanes;
+  for (; j + 3 * kLanes < last; j += 4 * kLanes) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < 4; ++i) maxima[i] = vec_max(maxima[i], vec_load(s + j + i * kLanes));
+  }
+  for (; j < last; j += kLanes) maxima[0] = vec_max(maxima[0], vec_load(s + j));
+  const float maximum =
+      vec_reduce_max(vec_max(vec_max(maxima[0], maxima[1]), vec_max(maxima[2], maxima[3])));
   if (!(c * maximum <= c * *reference + kReferenceSlack)) {
     if (*reference != -__builtin_inff()) {  // else O and l are still zero
       const Vec shrink = vec_exp2(vec_set(c * *reference - c * maximum));
@@ -42,25 +52,25 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
 
   const Vec scale = vec_set(c);
   const Vec shift = vec_set(kExact ? *reference : c * *reference);
-  const auto weight = [&](Vec score) {
+  const auto weight = [&](Vec score) PACKED_SDPA_LAMBDA_INLINE {
     return vec_exp2(kExact ? vec_mul(vec_sub(score, shift), scale) : vec_fms(score, scale, shift));
   };
-  for (int64_t j = low; j < first; j += kLanes) vec_store_as(p + j, vec_zero());
-  Vec sums = vec_zero();
-  const auto weigh = [&](int64_t j, Vec weights) {
-    sums = vec_add(sums, weights);
-    if constexpr (kDropout) weights = vec_mul(weights, vec_load(factors + j));
-    vec_store_as(p + j, weights);
+  for (j = low; j < first; j += kLanes) vec_store_as(p + j, vec_zero());
+  Vec sums[2] = {vec_zero(), vec_zero()};
+  const auto weigh = [&](int64_t at, Vec weights, Vec* total) PACKED_SDPA_LAMBDA_INLINE {
+    *total = vec_add(*total, weights);
+    if constexpr (kDropout) weights = vec_mul(weights, vec_load(factors + at));
+    vec_store_as(p + at, weights);
   };
-  weigh(first, vec_select(first_mask, weight(vec_load(s + first)), vec_zero()));
-  for (int64_t j = first + kLanes; j < last; j += kLanes) {
-    weigh(j, weight(vec_load(s + j)));
+  weigh(first, vec_select(first_mask, weight(vec_load(s + first)), vec_zero()), &sums[0]);
+  for (j = first + kLanes; j + kLanes < last; j += 2 * kLanes) {
+    weigh(j, weight(vec_load(s + j)), &sums[0]);
+    weigh(j + kLanes, weight(vec_load(s + j + kLanes)), &sums[1]);
   }
-  if (last > first) {
-    weigh(last, vec_select(last_mask, weight(vec_load(s + last)), vec_zero()));
-  }
-  for (int64_t j = last + kLanes; j < high; j += kLanes) vec_store_as(p + j, vec_zero());
-  *sum += vec_reduce_add(sums);
+  if (j < last) weigh(j, weight(vec_load(s + j)), &sums[0]);
+  if (last > first) weigh(last, vec_select(last_mask, weight(vec_load(s + last)), vec_zero()), &sums[1]);
+  for (j = last + kLanes; j < high; j += kLanes) vec_store_as(p + j, vec_zero());
+  *sum += vec_reduce_add(vec_add(sums[0], sums[1]));
 }
 
 // Backward, along a row of the transposed tile (one key, all stacked rows of queries):

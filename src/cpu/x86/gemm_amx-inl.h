@@ -7,6 +7,7 @@ struct AmxBf16 {
   static constexpr int64_t kTileRows = 16;
   static constexpr int64_t kTileWords = 16;
 
+  static constexpr bool kOverlap = true;
   static constexpr int64_t kStrip = 32;
   static constexpr int64_t kColumnStep = 16;
   static constexpr int64_t kDepthStep = 32;
@@ -108,4 +109,77 @@ struct AmxBf16 {
       }
     }
   }
+
+  // Products that are done a block at a time between other work. The tile unit works on a block for some hundred cycles
+  // while the core goes on with the vector instructions behind it.
+  class Background {
+   public:
+    inline void add(int64_t m, int64_t n_begin, int64_t n_end, int64_t k, const BFloat16* a, int64_t lda,
+                    const float* b, BLayout layout, float* c, int64_t ldc, bool accumulate) {
+      const int64_t row_blocks = (m + 2 * kTileRows - 1) / (2 * kTileRows);
+      const int64_t blocks = row_blocks * ((n_end - n_begin + 31) / 32);
+      jobs_[num_jobs_++] = {m, n_begin, n_end, k / 2, reinterpret_cast<const float*>(a), lda / 2, b, layout, c, ldc,
+                            accumulate, row_blocks, blocks};
+      total_ += blocks;
+      compiler_fence(a);
+    }
+    // Before row r of `count` rows of the other work.
+    PACKED_SDPA_INLINE void advance(int64_t r, int64_t count) {
+      while (done_ * count < total_ * (r + 1)) run_block();
+    }
+    inline void finish() {
+      while (done_ < total_) run_block();
+      compiler_fence(this);
+      num_jobs_ = 0;
+      job_ = 0;
+      block_ = 0;
+      total_ = 0;
+      done_ = 0;
+    }
+
+   private:
+    struct Job {
+      int64_t m, n_begin, n_end, words;
+      const float* a;
+      int64_t lda;
+      const float* b;
+      BLayout layout;
+      float* c;
+      int64_t ldc;
+      bool accumulate;
+      int64_t row_blocks, blocks;
+    };
+    inline void run_block() {
+      const Job& job = jobs_[job_];
+      const int64_t n = job.n_begin + block_ / job.row_blocks * 32;
+      const int64_t row = block_ % job.row_blocks * 2 * kTileRows;
+      const float* panel = job.b + n / kPanel * job.layout.panel_stride + n % kPanel;
+      const float* a = job.a + row * job.lda;
+      float* c = job.c + row * job.ldc + n;
+      const bool two_rows = job.m - row > kTileRows;
+      const int64_t stride = job.layout.row_stride;
+      if (job.n_end - n >= 32) {
+        if (two_rows) {
+          block<true, true>(job.words, a, job.lda, panel, stride, c, job.ldc, job.accumulate);
+        } else {
+          block<false, true>(job.words, a, job.lda, panel, stride, c, job.ldc, job.accumulate);
+        }
+      } else if (two_rows) {
+        block<true, false>(job.words, a, job.lda, panel, stride, c, job.ldc, job.accumulate);
+      } else {
+        block<false, false>(job.words, a, job.lda, panel, stride, c, job.ldc, job.accumulate);
+      }
+      ++done_;
+      if (++block_ == job.blocks) {
+        block_ = 0;
+        ++job_;
+      }
+    }
+    Job jobs_[2];
+    int64_t num_jobs_ = 0;
+    int64_t job_ = 0;
+    int64_t block_ = 0;
+    int64_t total_ = 0;
+    int64_t done_ = 0;
+  };
 };

@@ -1,0 +1,107 @@
+// The plan of a call: every block of every document and head is done once, whatever runs the items.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <random>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cpu/documents.h"
+#include "cpu/work_items.h"
+#include "cpu_testing.h"
+
+namespace packed_sdpa::cpu::testing {
+namespace {
+
+std::vector<Document> documents_of(const std::vector<int64_t>& lengths) {
+  std::vector<Document> documents;
+  for (const int64_t length : lengths) {
+    Document document;
+    document.num_queries = length;
+    document.num_keys = length;
+    document.window_right = 0;
+    documents.push_back(document);
+  }
+  return documents;
+}
+
+TEST(WorkItemsTest, EveryBlockOnceAndKeyBlocksInOrder) {
+  std::mt19937_64 generator(3);
+  for (int round = 0; round < 50; ++round) {
+    std::vector<int64_t> lengths;
+    for (int d = 0; d < 30; ++d) lengths.push_back(static_cast<int64_t>(generator() % (d % 5 == 0 ? 900 : 60)));
+    const std::vector<Document> documents = documents_of(lengths);
+    const int64_t heads = 1 + static_cast<int64_t>(generator() % 5);
+    const int64_t block = 1 + static_cast<int64_t>(generator() % 200);
+    std::map<std::tuple<int64_t, int64_t, int64_t>, int> seen;
+    std::map<std::pair<int64_t, int64_t>, int64_t> next_block;
+    for (const WorkItem& item : make_work_items(documents, heads, SplitBy::kKeys, block)) {
+      for (int32_t d = item.first_document; d < item.last_document; ++d) {
+        for (int32_t head = item.first_kv_head; head < item.last_kv_head; ++head) {
+          ++seen[{d, head, item.block}];
+          EXPECT_EQ(item.block, (next_block[{d, head}]++)) << "key blocks must come in ascending order";
+        }
+      }
+    }
+    int64_t expected = 0;
+    for (const int64_t length : lengths) expected += std::max<int64_t>(1, (length + block - 1) / block) * heads;
+    EXPECT_EQ(static_cast<int64_t>(seen.size()), expected);
+    for (const auto& [key, count] : seen) EXPECT_EQ(count, 1);
+  }
+}
+
+TEST(WorkItemsTest, ExecutorsDoEveryItemOnce) {
+  for (const int threads : {1, 2, 7}) {
+    for (const bool serial : {false, true}) {
+      std::vector<std::atomic<int>> done(1000);
+      ThreadExecutor executor(threads, serial);
+      run_work_items(
+          executor, 1000, 128,
+          [](void* context, int64_t item, Scratch& scratch) {
+            scratch.take<float>(32)[31] = 1.0f;
+            (*static_cast<std::vector<std::atomic<int>>*>(context))[static_cast<size_t>(item)].fetch_add(1);
+          },
+          &done);
+      for (const std::atomic<int>& count : done) EXPECT_EQ(count.load(), 1);
+    }
+  }
+}
+
+// The closed forms and the searches agree with a plain look at every query.
+TEST(DocumentsTest, QueriesOfAKeyAreThoseThatSeeIt) {
+  std::mt19937_64 generator(5);
+  for (int round = 0; round < 300; ++round) {
+    Document document;
+    document.num_queries = static_cast<int64_t>(generator() % 12);
+    document.num_keys = 1 + static_cast<int64_t>(generator() % 12);
+    document.diagonal = static_cast<int64_t>(generator() % 20) - 10;
+    document.window_left = static_cast<int64_t>(generator() % 5) - 1;
+    document.window_right = static_cast<int64_t>(generator() % 4) - 1;
+    std::vector<int32_t> rows;
+    int32_t row = 0;
+    for (int64_t j = 0; j < document.num_keys; ++j) {
+      row += 1 + static_cast<int32_t>(generator() % 3);
+      rows.push_back(row);
+    }
+    if (round % 2 == 0) document.key_rows = rows.data();
+    for (int64_t key = 0; key < document.num_keys; ++key) {
+      const int64_t begin = document.first_query_reaching(key);
+      const int64_t end = document.first_query_past(key);
+      for (int64_t q = 0; q < document.num_queries; ++q) {
+        const KeyRange range = document.visible_keys(q);
+        EXPECT_EQ(range.begin <= key && key < range.end, begin <= q && q < end) << round << " " << key << " " << q;
+      }
+    }
+    const RowRun seeing = seeing_queries(document);
+    for (int64_t q = 0; q < document.num_queries; ++q) {
+      const KeyRange range = document.visible_keys(q);
+      EXPECT_EQ(range.begin < range.end, seeing.begin <= q && q < seeing.end) << round << " " << q;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace packed_sdpa::cpu::testing

@@ -1,0 +1,161 @@
+// Armed documents, scopes and the drop-in on libtorch.
+#include "packed_sdpa/state.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/generated/variable_factories.h>
+
+#include <stdexcept>
+#include <thread>
+
+#include "packed_sdpa/attention.h"
+
+namespace packed_sdpa {
+namespace {
+
+at::Tensor ids(std::initializer_list<int64_t> values) {
+  return at::tensor(at::ArrayRef<int64_t>(values));
+}
+
+at::Tensor operand(int64_t seed) {
+  at::manual_seed(static_cast<uint64_t>(seed));
+  return at::randn({1, 2, 6, 4}, at::kDouble);
+}
+
+at::Tensor packed(const at::Tensor& x, const at::Tensor& doc_ids) {
+  return packed_attention(x, x, x, PackedLayout::from_doc_ids(doc_ids)).out;
+}
+
+at::Tensor stock(const at::Tensor& x) {
+  return at::scaled_dot_product_attention(x, x, x);
+}
+at::Tensor drop_in(const at::Tensor& x) {
+  return packed_sdpa::scaled_dot_product_attention(x, x, x);
+}
+
+class State : public testing::Test {
+ protected:
+  void SetUp() override { disarm(); }
+  void TearDown() override { disarm(); }
+
+  at::Tensor a_ = ids({1, 1, 1, 2, 2, 2});
+  at::Tensor b_ = ids({1, 2, 2, 2, 2, 0});
+};
+
+TEST_F(State, ScopesNestAndPutBack) {
+  const at::Tensor x = operand(1);
+  EXPECT_TRUE(drop_in(x).equal(stock(x)));
+  {
+    const PackedAttentionScope outer(a_);
+    EXPECT_TRUE(at::allclose(drop_in(x), packed(x, a_)));
+    {
+      const PackedAttentionScope inner(b_);
+      EXPECT_TRUE(at::allclose(drop_in(x), packed(x, b_)));
+      const PackedAttentionScope unarmed((DocumentsPtr()));
+      EXPECT_TRUE(drop_in(x).equal(stock(x)));
+    }
+    EXPECT_EQ(armed_documents(), outer.documents());
+  }
+  EXPECT_EQ(armed_documents(), nullptr);
+}
+
+TEST_F(State, ScopesEndByExceptions) {
+  try {
+    const PackedAttentionScope scope(a_);
+    throw std::runtime_error("out of it");
+  } catch (const std::runtime_error&) {
+    EXPECT_EQ(armed_documents(), nullptr);
+  }
+}
+
+TEST_F(State, BadDocumentsChangeNothing) {
+  arm(a_);
+  const DocumentsPtr before = armed_documents();
+  EXPECT_THROW(arm(ids({1, -1})), c10::ValueError);
+  EXPECT_THROW(arm(at::ones({3})), c10::TypeError);
+  EXPECT_THROW(arm(a_, "flsh"), c10::ValueError);
+  EXPECT_THROW(PackedAttentionScope(at::ones({1, 2, 3}, at::kLong)), c10::ValueError);
+  EXPECT_EQ(armed_documents(), before);
+}
+
+TEST_F(State, IdsAreCopied) {
+  at::Tensor buffer = a_.clone();
+  arm(buffer);
+  buffer.fill_(7);
+  EXPECT_TRUE(armed_documents()->doc_ids().equal(a_.unsqueeze(0)));
+}
+
+TEST_F(State, EveryThreadSeesTheLatestOrItsOwn) {
+  arm(a_);
+  const at::Tensor x = operand(2);
+  std::thread([&] {
+    EXPECT_TRUE(at::allclose(drop_in(x), packed(x, a_)));
+    const PackedAttentionScope scope(b_);
+    EXPECT_TRUE(at::allclose(drop_in(x), packed(x, b_)));
+  }).join();
+  EXPECT_TRUE(at::allclose(drop_in(x), packed(x, a_)));
+}
+
+TEST_F(State, OtherShapesArePassedThrough) {
+  arm(a_);
+  const at::Tensor longer = at::randn({1, 2, 7, 4});
+  EXPECT_TRUE(drop_in(longer).equal(stock(longer)));
+  const at::Tensor two_rows = at::randn({2, 2, 6, 4});
+  EXPECT_TRUE(drop_in(two_rows).equal(stock(two_rows)));
+}
+
+TEST_F(State, HeadsAsStockTakesThem) {
+  arm(a_);
+  const at::Tensor query = at::randn({1, 4, 6, 8});
+  const at::Tensor one = at::randn({1, 1, 6, 8});
+  const at::Tensor two = at::randn({1, 2, 6, 8});
+  EXPECT_TRUE(at::allclose(packed_sdpa::scaled_dot_product_attention(query, one, one),
+                           packed_attention(query, one, one, armed_documents()->layout()).out));
+  EXPECT_TRUE(at::allclose(
+      packed_sdpa::scaled_dot_product_attention(query, two, two, {}, 0.0, false, {}, /*enable_gqa=*/true),
+      packed_attention(query, two, two, armed_documents()->layout()).out));
+  EXPECT_THROW(packed_sdpa::scaled_dot_product_attention(query, two, two), c10::Error);
+}
+
+// A checkpoint as a libtorch program would write one.
+struct Checkpoint : torch::autograd::Function<Checkpoint> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x) {
+    ctx->save_for_backward({x});
+    return drop_in(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    const at::AutoGradMode enabled(true);
+    const at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_();
+    drop_in(x).backward(grads[0]);
+    return {x.grad()};
+  }
+};
+
+TEST_F(State, RecomputeReadsTheDocumentsOfItsForward) {
+  const auto gradient = [](const at::Tensor& x, const at::Tensor& doc_ids) {
+    const at::Tensor leaf = x.detach().clone().requires_grad_();
+    packed(leaf, doc_ids).square().sum().backward();
+    return leaf.grad();
+  };
+  const at::Tensor x = operand(3).requires_grad_();
+  const at::Tensor y = operand(4).requires_grad_();
+  at::Tensor loss_x;
+  at::Tensor loss_y;
+  {
+    const PackedAttentionScope scope(a_);
+    loss_x = Checkpoint::apply(x).square().sum();
+  }
+  {
+    const PackedAttentionScope scope(b_);
+    loss_y = Checkpoint::apply(y).square().sum();
+  }
+  loss_x.backward();
+  std::thread([&] { loss_y.backward(); }).join();
+  EXPECT_TRUE(at::allclose(x.grad(), gradient(x, a_)));
+  EXPECT_TRUE(at::allclose(y.grad(), gradient(y, b_)));
+}
+
+}  // namespace
+}  // namespace packed_sdpa

@@ -1,0 +1,276 @@
+// The thread-shared variable and the timeline without torch: also built with ThreadSanitizer.
+#include "timeline.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "thread_shared.h"
+
+namespace packed_sdpa {
+namespace {
+
+struct Value : TimelineValue {
+  explicit Value(int n) : number(n) {}
+  bool same_as(const TimelineValue& other) const override {
+    return static_cast<const Value&>(other).number == number;
+  }
+  int number;
+};
+
+TimelinePtr value(int number) {
+  return std::make_shared<const Value>(number);
+}
+int number_of(const TimelinePtr& held) {
+  return held == nullptr ? 0 : static_cast<const Value&>(*held).number;
+}
+
+using Shared = ThreadSharedVar<int>;
+
+template <typename Function>
+void in_thread(Function function) {
+  std::thread thread(function);
+  thread.join();
+}
+
+TEST(ThreadSharedVar, OwnValueElseTheLatest) {
+  Shared shared;
+  EXPECT_EQ(shared.get().value, 0);
+  shared.set(1);
+  in_thread([&] {
+    EXPECT_EQ(shared.get().value, 1);
+    EXPECT_FALSE(shared.get().is_own);
+    shared.set(2);
+    EXPECT_TRUE(shared.get().is_own);
+  });
+  EXPECT_EQ(shared.get().value, 1);
+  in_thread([&] { EXPECT_EQ(shared.get().value, 2); });  // the latest, of a thread that has ended
+}
+
+TEST(ThreadSharedVar, TokensNestAndAreUsedOnce) {
+  Shared shared;
+  const Shared::Token first = shared.set(1);
+  const Shared::Token second = shared.set(2);
+  shared.reset(second);
+  EXPECT_EQ(shared.get().value, 1);
+  EXPECT_THROW(shared.reset(second), std::runtime_error);
+  in_thread([&] { EXPECT_THROW(shared.reset(first), std::invalid_argument); });
+  Shared other;
+  EXPECT_THROW(other.reset(first), std::invalid_argument);
+  shared.reset(first);
+  EXPECT_EQ(shared.get().value, 0);
+}
+
+TEST(ThreadSharedVar, ValuesOfEndedThreadsAreLetGo) {
+  ThreadSharedVar<std::shared_ptr<int>> shared;
+  std::weak_ptr<int> alive;
+  in_thread([&] {
+    const auto held = std::make_shared<int>(1);
+    alive = held;
+    shared.set(held);
+  });
+  EXPECT_FALSE(alive.expired());
+  shared.set(nullptr);
+  EXPECT_TRUE(alive.expired());
+}
+
+TEST(ThreadSharedVar, ManyThreads) {
+  Shared shared;
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int t = 1; t <= 8; ++t) {
+    threads.emplace_back([&, t] {
+      shared.get();
+      for (int i = 0; i < 2000; ++i) {
+        const Shared::Token token = shared.set(t);
+        if (shared.get().value != t) ++wrong;
+        if (i % 2 == 0) shared.reset(token);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+// A thread as torch would show it: its sequence counter and the backward that runs in it.
+struct Clock {
+  uint64_t thread = 1;
+  uint64_t sequence = 0;
+
+  Moment forward() const { return {thread, sequence, kNoGraphTask, std::nullopt, false, {}}; }
+  Moment backward(int64_t task, NodePlace node, const std::shared_ptr<void>& alive,
+                  bool precedes = false) const {
+    return {thread, sequence, task, node, precedes, alive};
+  }
+  NodePlace make_node() { return {thread, sequence++}; }
+};
+
+struct Process {
+  Timeline timeline;
+  Clock clock;
+  TimelinePtr armed;
+  std::shared_ptr<void> task = std::make_shared<int>(0);
+
+  void arm(const TimelinePtr& documents) {
+    armed = documents;
+    timeline.armed(clock.forward(), documents, true);
+  }
+  int call() { return number_of(timeline.resolve(clock.forward(), {}, {armed, true})); }
+  int recompute(NodePlace node, int64_t graph_task = 1, bool precedes = false) {
+    return number_of(timeline.resolve(clock.backward(graph_task, node, task, precedes), {}, {armed, true}));
+  }
+};
+
+TEST(Timeline, RecomputeReadsTheForwardOfItsNode) {
+  Process process;
+  const TimelinePtr a = value(1);
+  const TimelinePtr b = value(2);
+  process.arm(a);
+  const NodePlace before_a = process.clock.make_node();
+  EXPECT_EQ(process.call(), 1);
+  const NodePlace in_a = process.clock.make_node();
+  process.arm(b);
+  EXPECT_EQ(process.call(), 2);
+  const NodePlace in_b = process.clock.make_node();
+  process.arm(nullptr);
+  EXPECT_EQ(process.call(), 0);
+  const NodePlace unarmed = process.clock.make_node();
+  EXPECT_EQ(process.recompute(in_a), 1);
+  EXPECT_EQ(process.recompute(in_b), 2);
+  EXPECT_EQ(process.recompute(before_a), 1);
+  EXPECT_EQ(process.recompute(before_a, 1, /*precedes=*/true), 1);
+  EXPECT_EQ(process.recompute(unarmed), 0);
+}
+
+TEST(Timeline, DeeperBackwardsFollowTheNodeThatAsked) {
+  Process process;
+  const TimelinePtr a = value(1);
+  const TimelinePtr b = value(2);
+  process.arm(a);
+  const NodePlace outer = process.clock.make_node();
+  process.call();
+  process.arm(b);
+  process.call();
+  const NodePlace tail_of_b = process.clock.make_node();
+  const NodePlace inner = process.clock.make_node();  // made by the recompute, before its first call
+  EXPECT_EQ(process.recompute(outer, 1, true), 1);
+  EXPECT_THROW(process.recompute(tail_of_b, 2), TimelineError);  // a recompute's, or the forward's own tail?
+  const NodePlace after_call = process.clock.make_node();
+  EXPECT_EQ(process.recompute(inner, 2, true), 1);
+  EXPECT_EQ(process.recompute(after_call, 2), 1);
+  EXPECT_EQ(process.recompute(tail_of_b, 1), 2);  // same backward: not deeper
+  process.task.reset();                           // the backward has ended, however
+  process.task = std::make_shared<int>(0);
+  EXPECT_EQ(process.recompute(tail_of_b, 3), 2);
+  EXPECT_EQ(process.timeline.statistics().redirects, 1);
+}
+
+TEST(Timeline, ScopesWinAndUnwindByNumber) {
+  Process process;
+  process.arm(value(9));
+  const TimelinePtr a = value(1);
+  const TimelinePtr b = value(2);
+  const Caller caller{{7}, {}};
+  const ArmedReading armed{process.armed, true};
+  const int64_t outer = process.timeline.enter_scope(process.clock.forward(), 7, a);
+  process.timeline.enter_scope(process.clock.forward(), 7, b);  // within its own: the outermost counts
+  EXPECT_EQ(number_of(process.timeline.resolve(process.clock.forward(), caller, armed)), 1);
+  const NodePlace node = process.clock.make_node();
+  process.timeline.leave_scope(process.clock.forward(), outer);
+  EXPECT_EQ(process.timeline.statistics().scopes, 0);
+  EXPECT_EQ(number_of(process.timeline.resolve(process.clock.forward(), caller, armed)), 9);
+  EXPECT_EQ(number_of(process.timeline.resolve(process.clock.backward(1, node, process.task), caller, armed)),
+            1);
+}
+
+TEST(Timeline, RaisesWhereItCannotTell) {
+  Process process;
+  EXPECT_EQ(process.recompute({5, 3}), 0);  // nobody has ever armed
+  process.arm(value(1));
+  const NodePlace node = process.clock.make_node();
+  EXPECT_THROW(process.recompute(node), TimelineError);    // no call was seen: hooked after the forward
+  EXPECT_THROW(process.recompute({5, 3}), TimelineError);  // a thread that never ran a hooked call
+  process.call();
+  process.arm(nullptr);  // the armed value is gone
+  EXPECT_THROW(process.recompute(node), TimelineError);
+  Moment no_node = process.clock.backward(1, node, process.task);
+  no_node.node.reset();
+  EXPECT_THROW(process.timeline.resolve(no_node, {}, {}), TimelineError);
+  EXPECT_THROW(process.timeline.resolve(process.clock.backward(1, node, process.task), {{}, {1, 50}}, {}),
+               TimelineError);
+}
+
+TEST(Timeline, AFollowerKnowsWhatItsOwnCallsSaw) {
+  Process process;
+  const TimelinePtr a = value(1);
+  const TimelinePtr b = value(2);
+  process.timeline.armed({2, 0, kNoGraphTask, std::nullopt, false, {}}, a, true);  // another thread
+  const auto call = [&](const TimelinePtr& seen) {
+    return number_of(process.timeline.resolve(process.clock.forward(), {}, {seen, false}));
+  };
+  const NodePlace first = process.clock.make_node();
+  call(a);
+  const NodePlace in_call = process.clock.make_node();
+  call(a);
+  process.clock.make_node();
+  const NodePlace between = process.clock.make_node();
+  call(b);
+  const NodePlace last = process.clock.make_node();
+  process.clock.make_node();
+  EXPECT_EQ(process.recompute(first), 1);
+  EXPECT_EQ(process.recompute(in_call), 1);
+  EXPECT_EQ(process.recompute(last), 2);
+  EXPECT_EQ(process.recompute(between, 1, /*precedes=*/true), 2);  // its region's own call is the next
+  EXPECT_THROW(process.recompute(between), TimelineError);
+}
+
+TEST(Timeline, HistoryIsBounded) {
+  Process process;
+  const TimelinePtr a = value(1);
+  const NodePlace first = process.clock.make_node();
+  for (int i = 0; i < 10000; ++i) {
+    process.arm(i % 2 == 0 ? a : nullptr);
+    process.call();
+    process.clock.make_node();
+  }
+  EXPECT_LE(process.timeline.statistics().intervals, 4096);
+  EXPECT_THROW(process.recompute(first), TimelineError);
+}
+
+TEST(Timeline, ThreadsDoNotDisturbEachOther) {
+  Timeline timeline;
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int t = 1; t <= 6; ++t) {
+    threads.emplace_back([&, t] {
+      Clock clock{static_cast<uint64_t>(t), 0};
+      const std::vector<TimelinePtr> values{value(t), value(100 + t), nullptr};
+      for (int round = 0; round < 300; ++round) {
+        const auto task = std::make_shared<int>(0);
+        std::vector<NodePlace> nodes;
+        for (const TimelinePtr& armed : values) {
+          timeline.armed(clock.forward(), armed, true);
+          nodes.push_back(clock.make_node());
+          timeline.resolve(clock.forward(), {}, {armed, true});
+        }
+        for (size_t i = 0; i < nodes.size(); ++i) {
+          Clock other{static_cast<uint64_t>(t + 50), clock.sequence};  // backward runs in a thread of its own
+          const TimelinePtr found = timeline.resolve(other.backward(round, nodes[i], task), {}, {});
+          if (number_of(found) != number_of(values[i])) ++wrong;
+        }
+        const int64_t scope = timeline.enter_scope(clock.forward(), t, values[0]);
+        timeline.leave_scope(clock.forward(), scope);
+        timeline.statistics();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+}  // namespace
+}  // namespace packed_sdpa

@@ -1,0 +1,93 @@
+"""Says clearly when a torch release changed a private name that `_torch_private` uses."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from packed_sdpa import _torch_private, packed
+from packed_sdpa._library import ops
+
+CHANGED = f"torch {torch.__version__} changed something that packed_sdpa/_torch_private.py relies on: "
+
+
+def test_graph_task_number():
+    x = torch.ones(2, requires_grad=True)
+    seen = []
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(_torch_private.current_graph_task()))
+    assert _torch_private.current_graph_task() == _torch_private.NO_GRAPH_TASK, CHANGED + "_current_graph_task_id"
+    y.sum().backward()
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(_torch_private.current_graph_task()))
+    y.sum().backward()
+    assert 0 <= seen[0] < seen[1], CHANGED + "graph task numbers must ascend"
+
+
+def test_the_recomputation_hook_is_recognized():
+    seen = []
+
+    def region(x):
+        seen.append(_torch_private.in_recomputation_hook())
+        return x.tanh()
+
+    x = torch.ones(2, requires_grad=True)
+    assert not _torch_private.in_recomputation_hook()
+    with torch.autograd.graph.save_on_cpu():
+        assert not _torch_private.in_recomputation_hook()
+    checkpoint(region, x, use_reentrant=False).sum().backward()
+    assert seen == [False, True], CHANGED + "the name of torch.utils.checkpoint._recomputation_hook"
+
+
+def test_the_dispatch_key():
+    x = torch.randn(1, 1, 3, 4)
+    assert packed  # its import registers the key's kernels
+    assert not _torch_private.is_catching()
+    _torch_private.set_catching(True)
+    try:
+        assert _torch_private.is_catching(), CHANGED + "_dispatch_tls_set_dispatch_key_included"
+        (x + x).sum()  # every other operator skips the key
+        out = F.scaled_dot_product_attention(x, x, x)  # outside of hooked modules: passed on
+    finally:
+        _torch_private.set_catching(False)
+    assert torch.equal(out, F.scaled_dot_product_attention(x, x, x)), CHANGED + "dispatch keys"
+
+
+def test_metadata_lives_with_the_node():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    metadata = _torch_private.node_metadata(y)
+    assert metadata is not None, CHANGED + "Node.metadata"
+    metadata["packed_sdpa_test"] = 1
+    assert _torch_private.node_metadata(y) == {"packed_sdpa_test": 1}, CHANGED + "Node.metadata"
+    assert _torch_private.node_metadata(x) is None
+
+
+def test_sequence_numbers_count_nodes():
+    """What the timeline stands on: public in C++, but not promised."""
+    x = torch.ones(2, requires_grad=True)
+    thread, first = ops.this_place()
+    y = x * 2
+    z = y * 3
+    assert ops.this_place() == (thread, first + 2), CHANGED + "one autograd sequence number a node"
+    assert (y.grad_fn._sequence_nr(), z.grad_fn._sequence_nr()) == (first, first + 1), CHANGED + "sequence numbers"
+    assert z.grad_fn.name() == "MulBackward0", CHANGED + "operators' nodes have a number at the end of their name"
+
+
+def test_a_python_function_is_made_before_its_forward_runs():
+    seen = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(ops.this_place()[1])
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    y = Twice.apply(torch.ones(2, requires_grad=True))
+    assert y.grad_fn._sequence_nr() == seen[0] - 1, CHANGED + "when a Python function's node is made"
+    assert y.grad_fn.name() == "TwiceBackward", CHANGED + "names of Python functions' nodes"
