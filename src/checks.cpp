@@ -122,12 +122,17 @@ void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q,
   int32_1d(tensors.token_index_q, "token_index_q");
   int32_1d(tensors.token_index_k, "token_index_k");
   int32_1d(tensors.diagonal_offsets, "diagonal_offsets");
+  // Beside device tensors what the host knows must travel too: kernels are told by it which rows no document covers.
+  const auto maxima_fit = [&] {
+    const int64_t count = tensors.max_seqlens.numel();
+    return count == 3 || count == 3 + 2 * tensors.cu_seqlens_q.numel() ||
+           (count == 2 && tensors.cu_seqlens_q.is_cpu());
+  };
   TORCH_CHECK_VALUE(tensors.max_seqlens.defined() && tensors.max_seqlens.dim() == 1 &&
-                        (tensors.max_seqlens.numel() == 2 ||
-                         tensors.max_seqlens.numel() == 3 + 2 * tensors.cu_seqlens_q.numel()) &&
-                        tensors.max_seqlens.scalar_type() == at::kLong,
-                    "max_seqlens must be int64 [2], or [2 N + 5] beside device tensors; take layouts from "
-                    "PackedLayout.from_*()");
+                        tensors.max_seqlens.scalar_type() == at::kLong && tensors.max_seqlens.is_cpu() &&
+                        maxima_fit(),
+                    "max_seqlens must be int64 [2] on the host, with the host's mirror of the offsets behind it "
+                    "beside device tensors; take layouts from PackedLayout.from_*() and .tensors(device)");
   TORCH_CHECK_VALUE(tensors.cu_seqlens_q.numel() == tensors.cu_seqlens_k.numel(),
                     "cu_seqlens_q and cu_seqlens_k must describe the same documents, got ",
                     tensors.cu_seqlens_q.numel(), " and ", tensors.cu_seqlens_k.numel(), " entries");

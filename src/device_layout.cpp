@@ -78,13 +78,6 @@ class RowOrder {
   int64_t longest_q_ = 0, longest_k_ = 0;
 };
 
-// [longest q, longest k] -> the same with the mirror behind it.
-at::Tensor with_mirror(const LayoutTensors& host) {
-  return at::cat({host.max_seqlens.slice(0, 0, 2),
-                  at::tensor({static_cast<int64_t>(has_gaps(host))}, at::kLong),
-                  host.cu_seqlens_q.to(at::kLong), host.cu_seqlens_k.to(at::kLong)});
-}
-
 }  // namespace
 
 std::optional<LayoutTensors> row_order_layout(const LayoutTensors& host, int64_t batch, int64_t rows_q,
@@ -141,7 +134,7 @@ LayoutTensors device_layout(const LayoutTensors& host, int64_t batch, int64_t ro
   result.token_index_q = next(form.token_index_q);
   result.token_index_k = next(form.token_index_k);
   result.diagonal_offsets = next(form.diagonal_offsets);
-  result.max_seqlens = with_mirror(form);
+  result.max_seqlens = host_mirror(form);
   return result;
 }
 

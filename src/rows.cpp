@@ -42,12 +42,14 @@ at::Tensor lse_as_rows(const at::Tensor& lse) {
 
 namespace {
 
-// The mirror behind max_seqlens: [longest q, longest k, has gaps, cu_seqlens_q ..., cu_seqlens_k ...].
-constexpr int64_t kMirrorGaps = 2;
+// The mirror behind max_seqlens: [longest q, longest k, flags, cu_seqlens_q ..., cu_seqlens_k ...].
+constexpr int64_t kMirrorFlags = 2;
 constexpr int64_t kMirrorOffsets = 3;
+constexpr int64_t kHasGaps = 1;
+constexpr int64_t kHasBlindRows = 2;
 
 bool has_mirror(const LayoutTensors& layout) {
-  return layout.max_seqlens.numel() > 2;
+  return layout.max_seqlens.numel() > kMirrorOffsets;
 }
 
 // Entry `at` of cu_seqlens_q (or _k) on the host.
@@ -85,11 +87,18 @@ std::optional<int64_t> host_total_k(const LayoutTensors& layout) {
   return host_offset(layout, false, layout.cu_seqlens_k.numel() - 1);
 }
 
+namespace {
+
+bool mirror_flag(const LayoutTensors& layout, int64_t flag) {
+  const int64_t* values = layout.max_seqlens.const_data_ptr<int64_t>();
+  return layout.max_seqlens.numel() > kMirrorFlags && (values[kMirrorFlags] & flag) != 0;
+}
+
+}  // namespace
+
 bool has_gaps(const LayoutTensors& layout) {
   if (layout.token_index_k.numel() == 0) return false;
-  if (!layout.token_index_k.is_cpu()) {
-    return has_mirror(layout) && layout.max_seqlens.const_data_ptr<int64_t>()[kMirrorGaps] != 0;
-  }
+  if (!layout.token_index_k.is_cpu()) return mirror_flag(layout, kHasGaps);
   const int32_t* offsets = layout.cu_seqlens_k.const_data_ptr<int32_t>();
   const int32_t* rows = layout.token_index_k.const_data_ptr<int32_t>();
   for (int64_t d = 0; d + 1 < layout.cu_seqlens_k.numel(); ++d) {
@@ -97,6 +106,27 @@ bool has_gaps(const LayoutTensors& layout) {
     if (count > 0 && rows[offsets[d + 1] - 1] - rows[offsets[d]] != count - 1) return true;
   }
   return false;
+}
+
+bool has_blind_rows(const LayoutTensors& layout) {
+  if (!layout.cu_seqlens_q.is_cpu()) return !has_mirror(layout) || mirror_flag(layout, kHasBlindRows);
+  const int32_t* q = layout.cu_seqlens_q.const_data_ptr<int32_t>();
+  const int32_t* k = layout.cu_seqlens_k.const_data_ptr<int32_t>();
+  const bool bottom_right = layout.diagonal_offsets.numel() == 0;
+  for (int64_t d = 0; d + 1 < layout.cu_seqlens_q.numel(); ++d) {
+    const int32_t count_q = q[d + 1] - q[d];
+    const int32_t count_k = k[d + 1] - k[d];
+    const int32_t diagonal =
+        bottom_right ? count_k - count_q : layout.diagonal_offsets.const_data_ptr<int32_t>()[d];
+    if (count_q > 0 && (diagonal < 0 || diagonal + count_q > count_k)) return true;
+  }
+  return false;
+}
+
+at::Tensor host_mirror(const LayoutTensors& host) {
+  const int64_t flags = (has_gaps(host) ? kHasGaps : 0) | (has_blind_rows(host) ? kHasBlindRows : 0);
+  return at::cat({host.max_seqlens.slice(0, 0, 2), at::tensor({flags}, at::kLong),
+                  host.cu_seqlens_q.to(at::kLong), host.cu_seqlens_k.to(at::kLong)});
 }
 
 }  // namespace packed_sdpa

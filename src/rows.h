@@ -32,5 +32,10 @@ std::optional<int64_t> host_total_q(const LayoutTensors& layout);  // real token
 std::optional<int64_t> host_total_k(const LayoutTensors& layout);
 // Some document has other rows between its own. A GraphLayout never has.
 bool has_gaps(const LayoutTensors& layout);
+// Some query may see no key at all (padding told as a document, more queries than keys): where a kernel's lse
+// is not -inf by itself. True where it is not known.
+bool has_blind_rows(const LayoutTensors& layout);
+// max_seqlens of a host layout with the mirror behind it.
+at::Tensor host_mirror(const LayoutTensors& host);
 
 }  // namespace packed_sdpa

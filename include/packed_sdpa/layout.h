@@ -20,8 +20,9 @@ struct LayoutTensors {
   at::Tensor token_index_q;     // int32 [Tq] or [0]
   at::Tensor token_index_k;     // int32 [Tk] or [0]
   at::Tensor diagonal_offsets;  // int32 [N] or [0]: key rank of a document's first query; [0] means bottom-right
-  // int64 on the host: longest document in queries, in keys. Beside device tensors a mirror of what the host knows
-  // follows: has gaps, cu_seqlens_q [N + 1], cu_seqlens_k [N + 1], so that no backend needs to read the device.
+  // int64 [2] on the host: longest document in queries, in keys. Beside device tensors what the host knows follows, so
+  // that no backend reads the device: flags, cu_seqlens_q [N + 1], cu_seqlens_k [N + 1]. A GraphLayout, which is
+  // refilled on the device, has [3]: no offsets, and its documents cover every row.
   at::Tensor max_seqlens;
 };
 

@@ -12,7 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from packed_sdpa import packages
+from packed_sdpa import package_registry
 from packed_sdpa._library import ops
 from packed_sdpa.graph_layout import GraphLayout
 from packed_sdpa.layout import LayoutTensors, PackedLayout
@@ -157,13 +157,13 @@ def attention_on_tensors(
     """
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    package = packages.named(backend)
+    package = package_registry.named(backend)
     if package is not None:
         call = PackageCall(query, key, value, layout, is_causal, window_size, scale, dropout_p, need_lse)
         reasons = package.unsupported_reasons(call)
         if not reasons:
             return package.attention(call), query.new_empty(0, dtype=torch.float32)
-        if not backend.startswith(packages.AUTO_PREFIX):
+        if not backend.startswith(package_registry.AUTO_PREFIX):
             raise RuntimeError(
                 f"backend '{backend}' cannot take this call: {'; '.join(reasons)}. "
                 "backend='auto' takes the first that can"
@@ -212,16 +212,39 @@ def explain(
 ) -> BackendReports:
     """Which backend would take this call, and for each other one why not. Nothing is run."""
     _check_layout(query, key, layout)
-    tensors = layout.tensors(query.device)
-    call = PackageCall(query, key, value, tensors, is_causal, window_size, 1.0, dropout_p, False)
-    asked = packages.named(backend)
+    return explain_on_tensors(
+        query,
+        key,
+        value,
+        layout.tensors(query.device),
+        is_causal=is_causal,
+        window_size=window_size,
+        dropout_p=dropout_p,
+        backend=backend,
+    )
+
+
+def explain_on_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: LayoutTensors,
+    *,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> BackendReports:
+    """As :func:`explain`, of a call of :func:`attention_on_tensors`."""
+    call = PackageCall(query, key, value, layout, is_causal, window_size, 1.0, dropout_p, False)
+    asked = package_registry.named(backend)
     package_takes_it = asked is not None and not asked.unsupported_reasons(call)
-    if asked is not None and backend.startswith(packages.AUTO_PREFIX) and not package_takes_it:
+    if asked is not None and backend.startswith(package_registry.AUTO_PREFIX) and not package_takes_it:
         backend = "auto"
-    rows = ops.explain(query, key, value, list(tensors), is_causal, *window_size, dropout_p, backend)
+    rows = ops.explain(query, key, value, list(layout), is_causal, *window_size, dropout_p, backend)
     reports = []
     for name, chosen, *reasons in rows:
-        package = packages.named(name)
+        package = package_registry.named(name)
         if package is None:
             reports.append(BackendReport(name, chosen == "1" and not package_takes_it, tuple(reasons)))
         else:

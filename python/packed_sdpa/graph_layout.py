@@ -49,7 +49,7 @@ class GraphLayout:
         self.max_seqlen = max_seqlen
         self._buffer = torch.zeros(2 * (max_documents + 1), dtype=torch.int32, device=device)
         self._none = torch.empty(0, dtype=torch.int32, device=device)
-        self._max_seqlens = torch.tensor([max_seqlen, max_seqlen])
+        self._max_seqlens = torch.tensor([max_seqlen, max_seqlen, 0])  # longest q, longest k, no flags
         self.refill(torch.zeros(batch, rows, dtype=torch.int64))
 
     @property

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from packed_sdpa._library import ops
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.documents import Documents, from_doc_ids
-from packed_sdpa.functional import attention_on_tensors
+from packed_sdpa.functional import attention_on_tensors, explain_on_tensors
 from packed_sdpa.layout import LayoutTensors
 from packed_sdpa.mask_audit import (
     MaskRule,
@@ -373,10 +372,17 @@ def _count_taken(
     call = (query.device, query.dtype, heads, dropout > 0, mask.is_causal, mask.window_size)
     name = ledger.backend_names.get(call)
     if name is None:
-        rows = ops.explain(
-            query, key, value, list(mask.layout), mask.is_causal, *mask.window_size, dropout, mask.backend
+        reports = explain_on_tensors(
+            query,
+            key,
+            value,
+            mask.layout,
+            is_causal=mask.is_causal,
+            window_size=mask.window_size,
+            dropout_p=dropout,
+            backend=mask.backend,
         )
-        name = next((row[0] for row in rows if row[1] == "1"), "none")
+        name = reports.chosen or "none"
         ledger.backend_names[call] = name
     ledger.record(module).count_taken(name, mask.window_size)
 

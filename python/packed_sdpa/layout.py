@@ -30,7 +30,7 @@ def host_offsets(layout: LayoutTensors) -> tuple[Tensor, Tensor] | None:
     """int64 offsets of queries and keys ``[N + 1]`` on the host. No device is read: None for a GraphLayout on one."""
     if layout.cu_seqlens_q.device.type == "cpu":
         return layout.cu_seqlens_q.long(), layout.cu_seqlens_k.long()
-    mirror = layout.max_seqlens[3:]  # behind the maxima and `has gaps` (src/rows.cpp)
+    mirror = layout.max_seqlens[3:]  # behind the maxima and flags (src/rows.cpp)
     count = layout.cu_seqlens_q.numel()
     return (mirror[:count], mirror[count:]) if mirror.numel() > 0 else None
 
@@ -130,6 +130,11 @@ class PackedLayout:
             return self._host
         copies: dict[torch.device, LayoutTensors] = self._copies
         if device not in copies:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"this layout has no tensors on {device} yet, and they cannot be made while tracing; call "
+                    f"layout.tensors({str(device)!r}) once before the compiled function"
+                )
             copies[device] = LayoutTensors(
                 *ops.layout_to_device(list(self._host), self.batch, self.rows_q, self.rows_k, device)
             )

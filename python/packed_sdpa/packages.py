@@ -15,8 +15,6 @@ from torch import Tensor
 
 from packed_sdpa.layout import LayoutTensors, host_offsets
 
-AUTO_PREFIX = "auto:"
-
 
 @dataclass(frozen=True)
 class PackageCall:
@@ -149,20 +147,3 @@ def packed_rows(call: PackageCall) -> RealRows | None:
         int(new_k.diff().max()),
         index_q,
     )
-
-
-def _backends() -> dict[str, PackageBackend]:
-    from packed_sdpa.flash_attn_package import FlashAttnPackage
-    from packed_sdpa.te import TransformerEngine
-
-    return {backend.name: backend for backend in (TransformerEngine(), FlashAttnPackage())}
-
-
-BACKENDS: dict[str, PackageBackend] = {}
-
-
-def named(backend: str) -> PackageBackend | None:
-    """The package backend that ``NAME`` or ``auto:NAME`` means, if it is one."""
-    if not BACKENDS:
-        BACKENDS.update(_backends())
-    return BACKENDS.get(backend.removeprefix(AUTO_PREFIX))

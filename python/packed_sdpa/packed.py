@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packed_sdpa import _torch_private, interception
-from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_for_recompute
-from packed_sdpa.functional import attention_on_tensors
+from packed_sdpa.functional import attention_on_tensors, explain_on_tensors
 from packed_sdpa.hooks import hook_self_attention
 from packed_sdpa.interception import Frame
 from packed_sdpa.state import _PACKED_STATE, configured_attn_backend, dispatcher_preference
@@ -279,8 +278,11 @@ def _backend_name(
     )
     name = documents.backend_names.get(kind)
     if name is None:
-        layout = list(documents.layout.tensors())
-        rows = ops.explain(query, key, value, layout, True, *window, dropout_p, documents.backend)
-        name = next(row[0] for row in rows if row[1] == "1")
+        layout = documents.layout.tensors(query.device)
+        reports = explain_on_tensors(
+            query, key, value, layout, window_size=window, dropout_p=dropout_p, backend=documents.backend
+        )
+        name = reports.chosen
+        assert name is not None, "the call was taken"
         documents.backend_names[kind] = name
     return name

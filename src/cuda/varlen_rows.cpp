@@ -119,6 +119,7 @@ class Varlen {
   Varlen(const AttentionCall& call, const KernelTraits& traits)
       : call_(call),
         traits_(traits),
+        has_blind_rows_(has_blind_rows(call.layout)),
         documents_each_(call.layout.diagonal_offsets.numel() > 0 ? 2 : 1),
         side_q_(call.layout.token_index_q, call.query.size(0) * call.query.size(2),
                 host_total_q(call.layout)),
@@ -158,7 +159,7 @@ class Varlen {
       const KernelResult part = kernel(kernel_call(chunk));
       outs.push_back(without_head_dim_padding(part.out, head_dim_v));
       // Kernels mark a row that sees nothing by +inf or -inf; here it is always -inf.
-      lses.push_back(part.lse.masked_fill(part.lse == kInfinity, -kInfinity));
+      lses.push_back(has_blind_rows_ ? part.lse.masked_fill(part.lse == kInfinity, -kInfinity) : part.lse);
       if (part.rng_state.numel() > 0) result.rng_state = part.rng_state;
     }
     if (outs.empty()) {
@@ -194,7 +195,8 @@ class Varlen {
       KernelResult saved_part;
       saved_part.out = rows_of(out_rows);
       const at::Tensor lse = lse_rows.narrow(1, chunk.first_q, chunk.count_q);
-      saved_part.lse = lse.masked_fill(lse == -kInfinity, kInfinity).contiguous();
+      saved_part.lse = has_blind_rows_ ? lse.masked_fill(lse == -kInfinity, kInfinity) : lse;
+      saved_part.lse = saved_part.lse.contiguous();
       saved_part.rng_state = saved.rng_state;
       const KernelGradients gradients = kernel(part, rows_of(grad_out_rows), saved_part);
       grad_queries.push_back(gradients.query);
@@ -247,6 +249,7 @@ class Varlen {
 
   const AttentionCall& call_;
   const KernelTraits& traits_;
+  bool has_blind_rows_;
   int64_t documents_each_;
   Side side_q_, side_k_;
   at::Tensor query_, key_, value_;  // gathered rows

@@ -15,9 +15,8 @@ from cases import PACKINGS, packing, random_packing
 
 import packed_sdpa
 from oracle import check_against_oracle, dense_attention, random_inputs, uniform_probe, with_gradients
-from packed_sdpa import PackedLayout, packages, packed_attention
+from packed_sdpa import PackedLayout, package_registry, packed_attention
 
-packages.named("auto")  # fills the list of packages
 # The dense reference is an oracle itself, slow on purpose; test_reference below checks it against the other one. That
 # the CUDA backends refuse the CPU is tested beside their stand-ins.
 CUDA_NAMES = [name for name in packed_sdpa.available_backends() if name not in ("cpu", "reference")]
@@ -32,7 +31,7 @@ class Pair:
     def __init__(self, device: str, name: str) -> None:
         self.device = torch.device(device)
         self.name = name
-        self.gives_lse = name not in packages.BACKENDS
+        self.gives_lse = name not in package_registry.BACKENDS
 
     def reasons(self, query, key, value, layout, **options) -> tuple[str, ...]:
         options.pop("scale", None)

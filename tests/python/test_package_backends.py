@@ -11,7 +11,7 @@ from cases import packing
 
 import packed_sdpa
 from oracle import check_against_oracle, random_inputs
-from packed_sdpa import GraphLayout, PackedLayout, packages, packed_attention, te
+from packed_sdpa import GraphLayout, PackedLayout, package_registry, packed_attention, te
 from packed_sdpa.flash_attn_package import FlashAttnPackage
 from packed_sdpa.te import TransformerEngine
 
@@ -97,16 +97,11 @@ def installed(monkeypatch):
     for module in (engine, engine.pytorch, flash):
         module.__spec__ = types.SimpleNamespace(name=module.__name__)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(packages.BACKENDS, "te", TransformerEngine(device_types=("cpu",)))
-    monkeypatch.setitem(packages.BACKENDS, "flash_attn", FlashAttnPackage(device_types=("cpu",)))
+    monkeypatch.setitem(package_registry.BACKENDS, "te", TransformerEngine(device_types=("cpu",)))
+    monkeypatch.setitem(package_registry.BACKENDS, "flash_attn", FlashAttnPackage(device_types=("cpu",)))
     te._attention_module.cache_clear()
     yield calls
     te._attention_module.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _known():
-    packages.named("auto")  # fills the list, so that monkeypatch restores it
 
 
 @pytest.mark.parametrize("name", NAMES)
