@@ -31,7 +31,8 @@ AttentionOutput packed_attention(const at::Tensor& query, const at::Tensor& key,
 AttentionOutput varlen_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                  const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
                                  const AttentionOptions& options) {
-  for (const auto& [tensor, name] : {std::pair{query, "query"}, std::pair{key, "key"}, std::pair{value, "value"}}) {
+  for (const auto& [tensor, name] :
+       {std::pair{query, "query"}, std::pair{key, "key"}, std::pair{value, "value"}}) {
     TORCH_CHECK_VALUE(tensor.defined() && tensor.dim() == 3, name, " must be 3-D [T, H, D], got shape ",
                       tensor.defined() ? checks::shape_string(tensor) : "none");
   }

@@ -1,4 +1,5 @@
-// The gradient of varlen_attention_forward. Documents travel in the node, so backward never asks any global state.
+// The gradient of varlen_attention_forward. Documents travel in the node, so backward never asks any global
+// state.
 #include <ATen/ATen.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -60,19 +61,20 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
 // Second derivatives: said clearly, when they are asked for.
 class VarlenAttentionBackward : public torch::autograd::Function<VarlenAttentionBackward> {
  public:
-  static variable_list forward(AutogradContext* /*ctx*/, at::TensorList tensors, const ops::Settings& settings) {
+  static variable_list forward(AutogradContext* /*ctx*/, at::TensorList tensors,
+                               const ops::Settings& settings) {
     const LayoutTensors layout{tensors[7], tensors[8], tensors[9], tensors[10], tensors[11], tensors[12]};
     const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [grad_query, grad_key, grad_value] =
-        ops::varlen_attention_backward(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5],
-                                       tensors[6], layout, settings);
+    auto [grad_query, grad_key, grad_value] = ops::varlen_attention_backward(
+        tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5], tensors[6], layout, settings);
     return {grad_query, grad_key, grad_value};
   }
 
   static variable_list backward(AutogradContext* /*ctx*/, const variable_list& /*grads*/) {
-    TORCH_CHECK(false,
-                "packed_sdpa: the second derivative of varlen_attention is not supported; call backward() without "
-                "create_graph=True, or use stock scaled_dot_product_attention for it");
+    TORCH_CHECK(
+        false,
+        "packed_sdpa: the second derivative of varlen_attention is not supported; call backward() without "
+        "create_graph=True, or use stock scaled_dot_product_attention for it");
   }
 };
 
@@ -82,8 +84,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward_autograd(
     const at::Tensor& diagonal_offsets, const at::Tensor& max_seqlens, bool is_causal, int64_t window_left,
     int64_t window_right, double scale, double dropout_p, std::string_view backend) {
   const variable_list outputs = VarlenAttention::apply(
-      query, key, value, cu_seqlens_q, cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets, max_seqlens,
-      is_causal, window_left, window_right, scale, dropout_p, std::string(backend));
+      query, key, value, cu_seqlens_q, cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets,
+      max_seqlens, is_causal, window_left, window_right, scale, dropout_p, std::string(backend));
   return {outputs[0], outputs[1], outputs[2]};
 }
 
@@ -95,9 +97,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_autograd(
     int64_t window_right, double scale, double dropout_p, std::string_view backend) {
   const ops::Settings settings{
       {is_causal, window_left, window_right}, scale, dropout_p, std::string(backend)};
-  const variable_list tensors{grad_out,      query,        key,           value,         out,
-                              lse,           rng_state,    cu_seqlens_q,  cu_seqlens_k,  token_index_q,
-                              token_index_k, diagonal_offsets, max_seqlens};
+  const variable_list tensors{grad_out,     query,         key,           value,
+                              out,          lse,           rng_state,     cu_seqlens_q,
+                              cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets,
+                              max_seqlens};
   const variable_list gradients = VarlenAttentionBackward::apply(at::TensorList(tensors), settings);
   return {gradients[0], gradients[1], gradients[2]};
 }

@@ -1,7 +1,7 @@
 // explain() and build facts for Python.
 #include <ATen/ATen.h>
-#include <torch/library.h>
 #include <torch/headeronly/version.h>
+#include <torch/library.h>
 
 #include <string>
 #include <vector>
@@ -14,9 +14,9 @@ namespace {
 
 // Rows of [name, "1" when chosen, reason, reason, ...]; no data is read, meta tensors will do.
 std::vector<std::vector<std::string>> explain_op(const at::Tensor& query, const at::Tensor& key,
-                                                 const at::Tensor& value, at::TensorList layout, bool is_causal,
-                                                 int64_t window_left, int64_t window_right, double dropout_p,
-                                                 std::string_view backend) {
+                                                 const at::Tensor& value, at::TensorList layout,
+                                                 bool is_causal, int64_t window_left, int64_t window_right,
+                                                 double dropout_p, std::string_view backend) {
   AttentionCall call;
   call.query = query;
   call.key = key;
@@ -39,7 +39,9 @@ std::vector<std::string> backend_names() {
   return names;
 }
 
-std::string built_with_torch() { return TORCH_VERSION; }
+std::string built_with_torch() {
+  return TORCH_VERSION;
+}
 
 }  // namespace
 

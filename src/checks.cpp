@@ -13,12 +13,14 @@ namespace {
 
 constexpr int64_t kMaxFlatRows = std::numeric_limits<int32_t>::max();
 
-bool is_integral_or_bool(c10::ScalarType dtype) { return c10::isIntegralType(dtype, /*includeBool=*/true); }
+bool is_integral_or_bool(c10::ScalarType dtype) {
+  return c10::isIntegralType(dtype, /*includeBool=*/true);
+}
 
 void offsets_sorted(const int32_t* values, int64_t count, const char* argument) {
   for (int64_t d = 1; d < count; ++d) {
-    TORCH_CHECK_VALUE(values[d] >= values[d - 1], argument, " must not decrease, but entry ", d, " is ", values[d],
-                      " after ", values[d - 1], "; give cumulative lengths: 0, n0, n0 + n1, ...");
+    TORCH_CHECK_VALUE(values[d] >= values[d - 1], argument, " must not decrease, but entry ", d, " is ",
+                      values[d], " after ", values[d - 1], "; give cumulative lengths: 0, n0, n0 + n1, ...");
   }
 }
 
@@ -33,7 +35,8 @@ std::string shape_string(const at::Tensor& tensor) {
 at::Tensor host_ids(const at::Tensor& ids, const char* argument, bool allow_negative) {
   TORCH_CHECK_VALUE(ids.defined(), argument, " is an undefined tensor; give an integer tensor [B, S] or [S]");
   TORCH_CHECK_TYPE(is_integral_or_bool(ids.scalar_type()), argument,
-                   " must have an integer dtype (or bool), got ", ids.scalar_type(), "; convert with .long()");
+                   " must have an integer dtype (or bool), got ", ids.scalar_type(),
+                   "; convert with .long()");
   TORCH_CHECK_VALUE(ids.dim() == 1 || ids.dim() == 2, argument, " must be [B, S] or [S], got shape ",
                     shape_string(ids));
   at::Tensor host = ids.detach().to(at::TensorOptions(at::kCPU).dtype(at::kLong), /*non_blocking=*/false,
@@ -60,18 +63,19 @@ at::Tensor host_lengths(const at::Tensor& lengths, const char* argument) {
 
 void offsets(const at::Tensor& host_offsets, const char* argument, int64_t total) {
   TORCH_CHECK_VALUE(host_offsets.dim() == 1 && host_offsets.numel() >= 1, argument,
-                    " must be 1-D with at least one entry (the leading 0), got shape ", shape_string(host_offsets));
+                    " must be 1-D with at least one entry (the leading 0), got shape ",
+                    shape_string(host_offsets));
   const at::Tensor as_long = host_offsets.to(at::kLong).contiguous();
   const int64_t* values = as_long.const_data_ptr<int64_t>();
   const int64_t count = as_long.numel();
   TORCH_CHECK_VALUE(values[0] == 0, argument, " must start at 0, got ", values[0],
                     "; give cumulative lengths: 0, n0, n0 + n1, ...");
   for (int64_t d = 1; d < count; ++d) {
-    TORCH_CHECK_VALUE(values[d] >= values[d - 1], argument, " must not decrease, but entry ", d, " is ", values[d],
-                      " after ", values[d - 1], "; give cumulative lengths: 0, n0, n0 + n1, ...");
+    TORCH_CHECK_VALUE(values[d] >= values[d - 1], argument, " must not decrease, but entry ", d, " is ",
+                      values[d], " after ", values[d - 1], "; give cumulative lengths: 0, n0, n0 + n1, ...");
   }
-  TORCH_CHECK_VALUE(values[count - 1] <= total, argument, " ends at ", values[count - 1], " but there are only ",
-                    total, " tokens; the last offset must not pass the token count");
+  TORCH_CHECK_VALUE(values[count - 1] <= total, argument, " ends at ", values[count - 1],
+                    " but there are only ", total, " tokens; the last offset must not pass the token count");
 }
 
 void token_index(const at::Tensor& index, const at::Tensor& offsets, const char* argument, int64_t batch,
@@ -79,16 +83,17 @@ void token_index(const at::Tensor& index, const at::Tensor& offsets, const char*
   const int32_t* cu_seqlens = offsets.const_data_ptr<int32_t>();
   const int64_t num_documents = offsets.numel() - 1;
   const int64_t total = cu_seqlens[num_documents];
-  TORCH_CHECK_VALUE(index.numel() == 0 || index.numel() == total, argument, " must have as many entries as tokens (",
-                    total, ") or none, got ", index.numel());
+  TORCH_CHECK_VALUE(index.numel() == 0 || index.numel() == total, argument,
+                    " must have as many entries as tokens (", total, ") or none, got ", index.numel());
   if (index.numel() == 0) {
     // Row order: a document may not run over the end of a batch row.
     for (int64_t d = 0; d < num_documents && batch > 1; ++d) {
       if (cu_seqlens[d + 1] == cu_seqlens[d]) continue;
       const int64_t first = cu_seqlens[d];
       const int64_t last = cu_seqlens[d + 1] - 1;
-      TORCH_CHECK_VALUE(first / rows == last / rows, argument, ": document ", d, " (rows ", first, " to ", last,
-                        ") runs over a batch row of ", rows, " tokens; end documents at the end of their row");
+      TORCH_CHECK_VALUE(first / rows == last / rows, argument, ": document ", d, " (rows ", first, " to ",
+                        last, ") runs over a batch row of ", rows,
+                        " tokens; end documents at the end of their row");
     }
     return;
   }
@@ -102,8 +107,8 @@ void token_index(const at::Tensor& index, const at::Tensor& offsets, const char*
     TORCH_CHECK_VALUE(disorder == 0, argument, ": the rows of document ", d, " must ascend");
     const int64_t first = rows_of[begin];
     const int64_t last = rows_of[end - 1];
-    TORCH_CHECK_VALUE(first >= 0 && last < batch * rows, argument, ": document ", d, " has rows ", first, " to ", last,
-                      " outside the ", batch * rows, " rows of the batch");
+    TORCH_CHECK_VALUE(first >= 0 && last < batch * rows, argument, ": document ", d, " has rows ", first,
+                      " to ", last, " outside the ", batch * rows, " rows of the batch");
     TORCH_CHECK_VALUE(first / rows == last / rows, argument, ": document ", d, " (rows ", first, " to ", last,
                       ") runs over a batch row of ", rows, " tokens; end documents at the end of their row");
   }
@@ -112,8 +117,8 @@ void token_index(const at::Tensor& index, const at::Tensor& offsets, const char*
 void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q, int64_t rows_k) {
   const auto int32_1d = [](const at::Tensor& tensor, const char* argument) {
     TORCH_CHECK_VALUE(tensor.defined() && tensor.dim() == 1 && tensor.scalar_type() == at::kInt, argument,
-                      " must be a 1-D int32 tensor, got ", tensor.defined() ? shape_string(tensor) : "none", " ",
-                      tensor.defined() ? toString(tensor.scalar_type()) : "",
+                      " must be a 1-D int32 tensor, got ", tensor.defined() ? shape_string(tensor) : "none",
+                      " ", tensor.defined() ? toString(tensor.scalar_type()) : "",
                       "; take layouts from PackedLayout.from_*()");
     TORCH_CHECK_VALUE(tensor.is_contiguous(), argument, " must be contiguous; call .contiguous()");
   };
@@ -122,17 +127,18 @@ void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q,
   int32_1d(tensors.token_index_q, "token_index_q");
   int32_1d(tensors.token_index_k, "token_index_k");
   int32_1d(tensors.diagonal_offsets, "diagonal_offsets");
-  // Beside device tensors what the host knows must travel too: kernels are told by it which rows no document covers.
+  // Beside device tensors what the host knows must travel too: kernels are told by it which rows no document
+  // covers.
   const auto maxima_fit = [&] {
     const int64_t count = tensors.max_seqlens.numel();
     return count == 3 || count == 3 + 2 * tensors.cu_seqlens_q.numel() ||
            (count == 2 && tensors.cu_seqlens_q.is_cpu());
   };
-  TORCH_CHECK_VALUE(tensors.max_seqlens.defined() && tensors.max_seqlens.dim() == 1 &&
-                        tensors.max_seqlens.scalar_type() == at::kLong && tensors.max_seqlens.is_cpu() &&
-                        maxima_fit(),
-                    "max_seqlens must be int64 [2] on the host, with the host's mirror of the offsets behind it "
-                    "beside device tensors; take layouts from PackedLayout.from_*() and .tensors(device)");
+  TORCH_CHECK_VALUE(
+      tensors.max_seqlens.defined() && tensors.max_seqlens.dim() == 1 &&
+          tensors.max_seqlens.scalar_type() == at::kLong && tensors.max_seqlens.is_cpu() && maxima_fit(),
+      "max_seqlens must be int64 [2] on the host, with the host's mirror of the offsets behind it "
+      "beside device tensors; take layouts from PackedLayout.from_*() and .tensors(device)");
   TORCH_CHECK_VALUE(tensors.cu_seqlens_q.numel() == tensors.cu_seqlens_k.numel(),
                     "cu_seqlens_q and cu_seqlens_k must describe the same documents, got ",
                     tensors.cu_seqlens_q.numel(), " and ", tensors.cu_seqlens_k.numel(), " entries");
@@ -149,8 +155,8 @@ void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q,
     TORCH_CHECK_VALUE(tensor.is_cpu(), "layout tensors must be on one device, got ", tensor.device(),
                       " beside cpu; use PackedLayout.tensors(device)");
   }
-  TORCH_CHECK_VALUE(batch * rows_q <= kMaxFlatRows && batch * rows_k <= kMaxFlatRows, "a batch of ", batch, " x ",
-                    std::max(rows_q, rows_k), " rows passes 2**31 - 1; split the batch");
+  TORCH_CHECK_VALUE(batch * rows_q <= kMaxFlatRows && batch * rows_k <= kMaxFlatRows, "a batch of ", batch,
+                    " x ", std::max(rows_q, rows_k), " rows passes 2**31 - 1; split the batch");
   const auto check_side = [&](const at::Tensor& cu_seqlens, const at::Tensor& index, const char* offsets_name,
                               const char* index_name, int64_t rows) {
     const int32_t* values = cu_seqlens.const_data_ptr<int32_t>();
@@ -170,8 +176,9 @@ void mask(const MaskOptions& mask) {
                     mask.window_left);
   TORCH_CHECK_VALUE(mask.window_right >= -1, "window_size[1] must be -1 (unlimited) or at least 0, got ",
                     mask.window_right);
-  TORCH_CHECK_VALUE(!mask.is_causal || mask.window_right <= 0, "window_size[1] must be -1 or 0 when is_causal, got ",
-                    mask.window_right, "; a causal row sees no row ahead");
+  TORCH_CHECK_VALUE(!mask.is_causal || mask.window_right <= 0,
+                    "window_size[1] must be -1 or 0 when is_causal, got ", mask.window_right,
+                    "; a causal row sees no row ahead");
 }
 
 void dropout(double dropout_p) {
@@ -179,7 +186,8 @@ void dropout(double dropout_p) {
 }
 
 void scale(double scale) {
-  TORCH_CHECK_VALUE(std::isfinite(scale), "scale must be finite, got ", scale, "; None takes head_dim ** -0.5");
+  TORCH_CHECK_VALUE(std::isfinite(scale), "scale must be finite, got ", scale,
+                    "; None takes head_dim ** -0.5");
 }
 
 void options(const AttentionOptions& options) {
@@ -189,26 +197,30 @@ void options(const AttentionOptions& options) {
 }
 
 void attention_inputs(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
-  for (const auto& [tensor, name] : {std::pair{query, "query"}, std::pair{key, "key"}, std::pair{value, "value"}}) {
+  for (const auto& [tensor, name] :
+       {std::pair{query, "query"}, std::pair{key, "key"}, std::pair{value, "value"}}) {
     TORCH_CHECK_VALUE(tensor.defined(), name, " is an undefined tensor");
     TORCH_CHECK_VALUE(tensor.dim() == 4, name, " must be 4-D [B, H, S, D], got shape ", shape_string(tensor));
     const c10::ScalarType dtype = tensor.scalar_type();
-    TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf, name,
-                     " must be float32, float64, bfloat16 or float16, got ", dtype, "; convert it first");
+    TORCH_CHECK_TYPE(
+        dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf, name,
+        " must be float32, float64, bfloat16 or float16, got ", dtype, "; convert it first");
   }
   TORCH_CHECK_TYPE(query.scalar_type() == key.scalar_type() && query.scalar_type() == value.scalar_type(),
-                   "query, key and value must have one dtype, got ", query.scalar_type(), ", ", key.scalar_type(),
-                   " and ", value.scalar_type(), "; convert them to one");
+                   "query, key and value must have one dtype, got ", query.scalar_type(), ", ",
+                   key.scalar_type(), " and ", value.scalar_type(), "; convert them to one");
   TORCH_CHECK_VALUE(query.device() == key.device() && query.device() == value.device(),
-                    "query, key and value must be on one device, got ", query.device(), ", ", key.device(), " and ",
-                    value.device(), "; move them to one");
+                    "query, key and value must be on one device, got ", query.device(), ", ", key.device(),
+                    " and ", value.device(), "; move them to one");
   TORCH_CHECK_VALUE(query.sym_size(0) == key.sym_size(0) && query.sym_size(0) == value.sym_size(0),
                     "query, key and value must have one batch size, got shapes ", shape_string(query), ", ",
                     shape_string(key), " and ", shape_string(value));
-  TORCH_CHECK_VALUE(key.sym_size(1) == value.sym_size(1), "key and value must have equal numbers of heads, got ",
-                    key.sym_size(1), " and ", value.sym_size(1));
-  TORCH_CHECK_VALUE(key.sym_size(2) == value.sym_size(2), "key and value must have equal numbers of rows, got ",
-                    key.sym_size(2), " and ", value.sym_size(2));
+  TORCH_CHECK_VALUE(key.sym_size(1) == value.sym_size(1),
+                    "key and value must have equal numbers of heads, got ", key.sym_size(1), " and ",
+                    value.sym_size(1));
+  TORCH_CHECK_VALUE(key.sym_size(2) == value.sym_size(2),
+                    "key and value must have equal numbers of rows, got ", key.sym_size(2), " and ",
+                    value.sym_size(2));
   TORCH_CHECK_VALUE(query.sym_size(3) == key.sym_size(3), "query and key must have equal head_dim, got ",
                     query.sym_size(3), " and ", key.sym_size(3));
   TORCH_CHECK_VALUE(key.sym_size(1) > 0 && query.sym_size(1) % key.sym_size(1) == 0, "num_heads (",

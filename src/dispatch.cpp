@@ -16,7 +16,9 @@ namespace {
 constexpr std::string_view kAuto = "auto";
 constexpr std::string_view kAutoPrefix = "auto:";
 
-bool taken_by_auto(const AttentionBackend& backend) { return backend.name() != "reference"; }
+bool taken_by_auto(const AttentionBackend& backend) {
+  return backend.name() != "reference";
+}
 
 std::string known_names() {
   std::string names(kAuto);
@@ -51,8 +53,8 @@ std::string describe(const AttentionRequest& request) {
 
 const std::vector<const AttentionBackend*>& available_backends() {
   static const std::vector<const AttentionBackend*> backends = {
-      &cpu_backend(), &flash_backend(),      &efficient_backend(), &te_backend(), &flash_attn_backend(),
-      &per_document_backend(), &reference_backend()};
+      &cpu_backend(),        &flash_backend(),        &efficient_backend(), &te_backend(),
+      &flash_attn_backend(), &per_document_backend(), &reference_backend()};
   return backends;
 }
 

@@ -47,7 +47,8 @@ at::Tensor max_seqlens_tensor(int64_t max_q, int64_t max_k) {
 int64_t longest(const at::Tensor& cu_seqlens) {
   const int32_t* values = cu_seqlens.const_data_ptr<int32_t>();
   int64_t result = 0;
-  for (int64_t d = 1; d < cu_seqlens.numel(); ++d) result = std::max<int64_t>(result, values[d] - values[d - 1]);
+  for (int64_t d = 1; d < cu_seqlens.numel(); ++d)
+    result = std::max<int64_t>(result, values[d] - values[d - 1]);
   return result;
 }
 
@@ -129,20 +130,22 @@ PackedLayout PackedLayout::from_doc_ids(const at::Tensor& doc_ids, int64_t row_o
   std::vector<int32_t> cu_seqlens_q(static_cast<size_t>(num_documents) + 1, 0);
   std::vector<int32_t> cu_seqlens_k(static_cast<size_t>(num_documents) + 1, 0);
   std::vector<int32_t> diagonal_offsets(static_cast<size_t>(num_documents), 0);
-  const auto query_part = [&](const Run& run) {  // [begin, end) of the run's rows that are queries, as key rows
-    const int64_t row_begin = run.first / std::max<int64_t>(rows_k, 1) * rows_k;
-    const int64_t begin = std::max<int64_t>(run.first, row_begin + row_offset);
-    const int64_t end = std::min<int64_t>(int64_t{run.first} + run.count, row_begin + row_offset + rows_q);
-    return std::pair<int64_t, int64_t>{begin, std::max(begin, end)};
-  };
+  const auto query_part =
+      [&](const Run& run) {  // [begin, end) of the run's rows that are queries, as key rows
+        const int64_t row_begin = run.first / std::max<int64_t>(rows_k, 1) * rows_k;
+        const int64_t begin = std::max<int64_t>(run.first, row_begin + row_offset);
+        const int64_t end =
+            std::min<int64_t>(int64_t{run.first} + run.count, row_begin + row_offset + rows_q);
+        return std::pair<int64_t, int64_t>{begin, std::max(begin, end)};
+      };
   for (const Run& run : runs) {
     const auto document = static_cast<size_t>(run.document);
     const auto [begin, end] = query_part(run);
     cu_seqlens_k[document + 1] += run.count;
     cu_seqlens_q[document + 1] += static_cast<int32_t>(end - begin);
     const int64_t row_begin = run.first / rows_k * rows_k;
-    diagonal_offsets[document] += static_cast<int32_t>(
-        std::clamp<int64_t>(row_begin + row_offset - run.first, 0, run.count));
+    diagonal_offsets[document] +=
+        static_cast<int32_t>(std::clamp<int64_t>(row_begin + row_offset - run.first, 0, run.count));
   }
   bool bottom_right = true;
   for (size_t d = 0; d < static_cast<size_t>(num_documents); ++d) {
@@ -191,8 +194,8 @@ PackedLayout PackedLayout::from_seqlens(const at::Tensor& seqlens, std::optional
     TORCH_CHECK_VALUE(smallest >= 0, "seqlens must not be negative, got ", smallest);
   }
   const int64_t sum = lengths.sum().item<int64_t>();
-  TORCH_CHECK_VALUE(!total || sum <= *total, "seqlens sum to ", sum, " but the row has only ", total.value_or(0),
-                    " tokens; shorten them or give a larger total");
+  TORCH_CHECK_VALUE(!total || sum <= *total, "seqlens sum to ", sum, " but the row has only ",
+                    total.value_or(0), " tokens; shorten them or give a larger total");
   const at::Tensor cu_seqlens = at::cat({at::zeros({1}, at::kLong), lengths.cumsum(0)});
   return from_cu_seqlens(cu_seqlens, cu_seqlens, total, total);
 }
@@ -228,17 +231,39 @@ PackedLayout PackedLayout::from_position_ids(const at::Tensor& position_ids) {
   return from_doc_ids(begins.cumsum(1) + 1);
 }
 
-int64_t PackedLayout::batch() const { return data_->batch; }
-int64_t PackedLayout::rows_q() const { return data_->rows_q; }
-int64_t PackedLayout::rows_k() const { return data_->rows_k; }
-int64_t PackedLayout::num_documents() const { return data_->host.cu_seqlens_q.numel() - 1; }
-int64_t PackedLayout::total_q() const { return data_->total_q; }
-int64_t PackedLayout::total_k() const { return data_->total_k; }
-int64_t PackedLayout::max_seqlen_q() const { return data_->host.max_seqlens.const_data_ptr<int64_t>()[0]; }
-int64_t PackedLayout::max_seqlen_k() const { return data_->host.max_seqlens.const_data_ptr<int64_t>()[1]; }
-bool PackedLayout::has_gaps() const { return data_->has_gaps; }
-bool PackedLayout::is_bottom_right() const { return data_->host.diagonal_offsets.numel() == 0; }
-const LayoutTensors& PackedLayout::tensors() const { return data_->host; }
+int64_t PackedLayout::batch() const {
+  return data_->batch;
+}
+int64_t PackedLayout::rows_q() const {
+  return data_->rows_q;
+}
+int64_t PackedLayout::rows_k() const {
+  return data_->rows_k;
+}
+int64_t PackedLayout::num_documents() const {
+  return data_->host.cu_seqlens_q.numel() - 1;
+}
+int64_t PackedLayout::total_q() const {
+  return data_->total_q;
+}
+int64_t PackedLayout::total_k() const {
+  return data_->total_k;
+}
+int64_t PackedLayout::max_seqlen_q() const {
+  return data_->host.max_seqlens.const_data_ptr<int64_t>()[0];
+}
+int64_t PackedLayout::max_seqlen_k() const {
+  return data_->host.max_seqlens.const_data_ptr<int64_t>()[1];
+}
+bool PackedLayout::has_gaps() const {
+  return data_->has_gaps;
+}
+bool PackedLayout::is_bottom_right() const {
+  return data_->host.diagonal_offsets.numel() == 0;
+}
+const LayoutTensors& PackedLayout::tensors() const {
+  return data_->host;
+}
 
 const LayoutTensors& PackedLayout::tensors(const at::Device& device) const {
   if (device == data_->host.cu_seqlens_q.device()) return data_->host;
@@ -254,7 +279,8 @@ at::Tensor PackedLayout::materialize_mask(const MaskOptions& options) const {
   at::Tensor mask = at::zeros({batch(), rows_q(), rows_k()}, at::kBool);
   at::Tensor flat = mask.view({-1, rows_k()});
   const auto rows_of = [](const at::Tensor& index, int64_t begin, int64_t end) {
-    return (index.numel() == 0 ? at::arange(begin, end, at::kLong) : index.slice(0, begin, end).to(at::kLong));
+    return (index.numel() == 0 ? at::arange(begin, end, at::kLong)
+                               : index.slice(0, begin, end).to(at::kLong));
   };
   const int32_t* cu_q = host.cu_seqlens_q.const_data_ptr<int32_t>();
   const int32_t* cu_k = host.cu_seqlens_k.const_data_ptr<int32_t>();
@@ -265,14 +291,16 @@ at::Tensor PackedLayout::materialize_mask(const MaskOptions& options) const {
     const int64_t diagonal = is_bottom_right() ? count_k - count_q : host.diagonal_offsets[d].item<int64_t>();
     const at::Tensor query_rows = rows_of(host.token_index_q, cu_q[d], cu_q[d + 1]);
     const at::Tensor key_rows = rows_of(host.token_index_k, cu_k[d], cu_k[d + 1]);
-    // Where the queries stand among the keys, in rows: through the keys' own rows where the document has gaps.
+    // Where the queries stand among the keys, in rows: through the keys' own rows where the document has
+    // gaps.
     at::Tensor place = at::arange(diagonal, diagonal + count_q, at::kLong);
     at::Tensor key_place = at::arange(count_k, at::kLong);
     if (data_->has_gaps) {
       key_place = key_rows - key_rows[0];
       place = key_place.index_select(0, place);
     }
-    const at::Tensor behind = place.unsqueeze(1) - key_place.unsqueeze(0);  // rows that the key lies behind the query
+    const at::Tensor behind =
+        place.unsqueeze(1) - key_place.unsqueeze(0);  // rows that the key lies behind the query
     at::Tensor visible = at::ones_like(behind, at::kBool);
     if (options.is_causal) visible &= behind >= 0;
     if (options.window_left >= 0) visible &= behind <= options.window_left;

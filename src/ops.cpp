@@ -1,4 +1,5 @@
-// Operator schemas and their kernels below autograd. One kernel serves all devices: the backend list tells them apart.
+// Operator schemas and their kernels below autograd. One kernel serves all devices: the backend list tells
+// them apart.
 #include "ops.h"
 
 #include <ATen/ATen.h>
@@ -21,13 +22,13 @@ namespace {
   "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor token_index_q, Tensor token_index_k, "           \
   "Tensor diagonal_offsets, Tensor max_seqlens, bool is_causal, int window_left, int window_right, " \
   "float scale, float dropout_p, str backend"
-#define PACKED_SDPA_LAYOUT_PARAMETERS                                                                          \
-  const at::Tensor &cu_seqlens_q, const at::Tensor &cu_seqlens_k, const at::Tensor &token_index_q,             \
-      const at::Tensor &token_index_k, const at::Tensor &diagonal_offsets, const at::Tensor &max_seqlens,      \
-      bool is_causal, int64_t window_left, int64_t window_right, double scale, double dropout_p,               \
+#define PACKED_SDPA_LAYOUT_PARAMETERS                                                                     \
+  const at::Tensor &cu_seqlens_q, const at::Tensor &cu_seqlens_k, const at::Tensor &token_index_q,        \
+      const at::Tensor &token_index_k, const at::Tensor &diagonal_offsets, const at::Tensor &max_seqlens, \
+      bool is_causal, int64_t window_left, int64_t window_right, double scale, double dropout_p,          \
       [[maybe_unused]] std::string_view backend
-#define PACKED_SDPA_LAYOUT_ARGUMENTS                                                                        \
-  cu_seqlens_q, cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets, max_seqlens, is_causal,       \
+#define PACKED_SDPA_LAYOUT_ARGUMENTS                                                                  \
+  cu_seqlens_q, cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets, max_seqlens, is_causal, \
       window_left, window_right, scale, dropout_p, backend
 
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -116,24 +117,25 @@ Three forward_autocast(const at::Tensor& query, const at::Tensor& key, const at:
                        PACKED_SDPA_LAYOUT_PARAMETERS) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
   const c10::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  return forward_handle().call(at::autocast::cached_cast(dtype, query, kDevice),
-                               at::autocast::cached_cast(dtype, key, kDevice),
-                               at::autocast::cached_cast(dtype, value, kDevice), PACKED_SDPA_LAYOUT_ARGUMENTS);
+  return forward_handle().call(
+      at::autocast::cached_cast(dtype, query, kDevice), at::autocast::cached_cast(dtype, key, kDevice),
+      at::autocast::cached_cast(dtype, value, kDevice), PACKED_SDPA_LAYOUT_ARGUMENTS);
 }
 
 }  // namespace
 
 Three varlen_attention_forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                const LayoutTensors& layout, const Settings& settings) {
-  return forward_handle().call(query, key, value, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.token_index_q,
-                               layout.token_index_k, layout.diagonal_offsets, layout.max_seqlens,
-                               settings.mask.is_causal, settings.mask.window_left, settings.mask.window_right,
-                               settings.scale, settings.dropout_p, settings.backend);
+  return forward_handle().call(
+      query, key, value, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.token_index_q, layout.token_index_k,
+      layout.diagonal_offsets, layout.max_seqlens, settings.mask.is_causal, settings.mask.window_left,
+      settings.mask.window_right, settings.scale, settings.dropout_p, settings.backend);
 }
 
 Three varlen_attention_backward(const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
                                 const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse,
-                                const at::Tensor& rng_state, const LayoutTensors& layout, const Settings& settings) {
+                                const at::Tensor& rng_state, const LayoutTensors& layout,
+                                const Settings& settings) {
   return backward_handle().call(grad_out, query, key, value, out, lse, rng_state, layout.cu_seqlens_q,
                                 layout.cu_seqlens_k, layout.token_index_q, layout.token_index_k,
                                 layout.diagonal_offsets, layout.max_seqlens, settings.mask.is_causal,
@@ -142,12 +144,12 @@ Three varlen_attention_backward(const at::Tensor& grad_out, const at::Tensor& qu
 }
 
 TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
+  library.def("varlen_attention_forward(Tensor query, Tensor key, Tensor value, " PACKED_SDPA_LAYOUT_SCHEMA
+              ") -> (Tensor out, Tensor lse, Tensor rng_state)",
+              {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});
   library.def(
-      "varlen_attention_forward(Tensor query, Tensor key, Tensor value, " PACKED_SDPA_LAYOUT_SCHEMA
-      ") -> (Tensor out, Tensor lse, Tensor rng_state)",
-      {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});
-  library.def(
-      "varlen_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+      "varlen_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor "
+      "lse, "
       "Tensor rng_state, " PACKED_SDPA_LAYOUT_SCHEMA
       ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
       {at::Tag::pt2_compliant_tag});
@@ -169,11 +171,13 @@ TORCH_LIBRARY_IMPL(packed_sdpa, Meta, library) {
 }
 
 TORCH_LIBRARY_IMPL(packed_sdpa, AutocastCPU, library) {
-  library.impl("varlen_attention_forward", forward_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>);
+  library.impl("varlen_attention_forward",
+               forward_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>);
 }
 
 TORCH_LIBRARY_IMPL(packed_sdpa, AutocastCUDA, library) {
-  library.impl("varlen_attention_forward", forward_autocast<c10::DeviceType::CUDA, c10::DispatchKey::Autocast>);
+  library.impl("varlen_attention_forward",
+               forward_autocast<c10::DeviceType::CUDA, c10::DispatchKey::Autocast>);
 }
 
 }  // namespace packed_sdpa::ops

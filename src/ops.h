@@ -1,4 +1,5 @@
-// The torch operators, as typed C++ calls through the dispatcher (so autograd, autocast and tracing see them).
+// The torch operators, as typed C++ calls through the dispatcher (so autograd, autocast and tracing see
+// them).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +20,8 @@ struct Settings {
 };
 
 // -> out, lse, rng_state
-std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_attention_forward(const at::Tensor& query, const at::Tensor& key,
+std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_attention_forward(const at::Tensor& query,
+                                                                        const at::Tensor& key,
                                                                         const at::Tensor& value,
                                                                         const LayoutTensors& layout,
                                                                         const Settings& settings);

@@ -1,4 +1,5 @@
-// The dense oracle: every document alone, plain softmax in float64, nothing shared with the kernels. Slow on purpose.
+// The dense oracle: every document alone, plain softmax in float64, nothing shared with the kernels. Slow on
+// purpose.
 //
 // P = softmax(scale * Q K^T + mask);  out = P V;  lse = log sum exp
 // dV = P^T dO;  dP = dO V^T;  dS = P * (dP - rowsum(dO * out));  dQ = scale * dS K;  dK = scale * dS^T Q
@@ -42,8 +43,8 @@ void for_each_document(const AttentionCall& call, const std::function<void(const
     rows.batch_row = flat_q[0].item<int64_t>() / rows_q;
     rows.query_rows = flat_q - rows.batch_row * rows_q;
     rows.key_rows = flat_k - rows.batch_row * rows_k;
-    const int64_t diagonal = diagonals.numel() == 0 ? (end_k - begin_k) - (end_q - begin_q)
-                                                    : diagonals[d].item<int64_t>();
+    const int64_t diagonal =
+        diagonals.numel() == 0 ? (end_k - begin_k) - (end_q - begin_q) : diagonals[d].item<int64_t>();
     at::Tensor key_place = rows.key_rows - rows.key_rows[0];
     at::Tensor place = at::arange(diagonal, diagonal + end_q - begin_q, flat_q.options());
     const bool gapped = key_place[-1].item<int64_t>() != end_k - begin_k - 1;
@@ -52,13 +53,15 @@ void for_each_document(const AttentionCall& call, const std::function<void(const
     rows.visible = at::ones_like(behind, at::kBool);
     if (call.mask.is_causal) rows.visible &= behind >= 0;
     if (call.mask.window_left >= 0) rows.visible &= behind <= call.mask.window_left;
-    if (!call.mask.is_causal && call.mask.window_right >= 0) rows.visible &= behind >= -call.mask.window_right;
+    if (!call.mask.is_causal && call.mask.window_right >= 0)
+      rows.visible &= behind >= -call.mask.window_right;
     visit(rows);
   }
 }
 
 // [H, n, D] in float64, key/value heads repeated to the query's.
-at::Tensor take(const at::Tensor& tensor, const DocumentRows& rows, const at::Tensor& index, int64_t repeats) {
+at::Tensor take(const at::Tensor& tensor, const DocumentRows& rows, const at::Tensor& index,
+                int64_t repeats) {
   at::Tensor part = tensor.select(0, rows.batch_row).index_select(1, index).to(at::kDouble);
   return repeats == 1 ? part : part.repeat_interleave(repeats, 0);
 }
@@ -78,7 +81,8 @@ class ReferenceBackend final : public AttentionBackend {
   std::string_view name() const override { return "reference"; }
 
   std::vector<std::string> unsupported_reasons(const AttentionRequest& request) const override {
-    if (request.dropout_p > 0.0) return {"it has no dropout (dropout_p " + std::to_string(request.dropout_p) + ")"};
+    if (request.dropout_p > 0.0)
+      return {"it has no dropout (dropout_p " + std::to_string(request.dropout_p) + ")"};
     return {};
   }
 

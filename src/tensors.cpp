@@ -7,26 +7,30 @@ namespace packed_sdpa {
 at::Tensor empty_laid_out_like(const at::Tensor& like, c10::SymInt dim) {
   const bool rows_over_heads = like.sym_stride(2) > like.sym_stride(1);
   if (rows_over_heads) {
-    return at::empty_symint({like.sym_size(0), like.sym_size(2), like.sym_size(1), std::move(dim)}, like.options())
+    return at::empty_symint({like.sym_size(0), like.sym_size(2), like.sym_size(1), std::move(dim)},
+                            like.options())
         .transpose(1, 2);
   }
-  return at::empty_symint({like.sym_size(0), like.sym_size(1), like.sym_size(2), std::move(dim)}, like.options());
+  return at::empty_symint({like.sym_size(0), like.sym_size(1), like.sym_size(2), std::move(dim)},
+                          like.options());
 }
 
-c10::ScalarType lse_dtype(c10::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+c10::ScalarType lse_dtype(c10::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 ForwardResult empty_forward_result(const AttentionCall& call) {
   ForwardResult result;
   result.out = empty_laid_out_like(call.query, call.value.sym_size(3));
-  result.lse =
-      at::empty_symint({call.query.sym_size(0), call.query.sym_size(1), call.query.sym_size(2)},
-                       call.query.options().dtype(lse_dtype(call.query.scalar_type())));
+  result.lse = at::empty_symint({call.query.sym_size(0), call.query.sym_size(1), call.query.sym_size(2)},
+                                call.query.options().dtype(lse_dtype(call.query.scalar_type())));
   result.rng_state = at::empty({0}, at::TensorOptions(call.query.device()).dtype(at::kLong));
   return result;
 }
 
 Gradients empty_gradients(const AttentionCall& call) {
-  return {empty_laid_out_like(call.query, call.query.sym_size(3)), empty_laid_out_like(call.key, call.key.sym_size(3)),
+  return {empty_laid_out_like(call.query, call.query.sym_size(3)),
+          empty_laid_out_like(call.key, call.key.sym_size(3)),
           empty_laid_out_like(call.value, call.value.sym_size(3))};
 }
 

@@ -7,8 +7,8 @@
 
 namespace packed_sdpa {
 
-// Uninitialized [B, H, rows, dim] as `like` lies in memory: [B, rows, H, dim] storage where its rows stride over its
-// heads (a transposed view of a projection), else contiguous.
+// Uninitialized [B, H, rows, dim] as `like` lies in memory: [B, rows, H, dim] storage where its rows stride
+// over its heads (a transposed view of a projection), else contiguous.
 at::Tensor empty_laid_out_like(const at::Tensor& like, c10::SymInt dim);
 // lse is float32, for float64 inputs float64.
 c10::ScalarType lse_dtype(c10::ScalarType dtype);

@@ -1,8 +1,10 @@
-// Trains a tiny byte-level transformer on packed documents, in C++ alone, and checks that packing changed nothing.
+// Trains a tiny byte-level transformer on packed documents, in C++ alone, and checks that packing changed
+// nothing.
 //
 //   cpp_train FILE... [--steps N]
 //
-// Each paragraph of the files is a document. Documents are packed into rows; attention stays inside a document.
+// Each paragraph of the files is a document. Documents are packed into rows; attention stays inside a
+// document.
 #include <packed_sdpa/attention.h>
 #include <packed_sdpa/layout.h>
 #include <torch/torch.h>
@@ -85,8 +87,9 @@ struct BlockImpl : torch::nn::Module {
 
   torch::Tensor forward(torch::Tensor x, const packed_sdpa::PackedLayout& layout) {
     const int64_t batch = x.size(0), rows = x.size(1);
-    const auto parts = qkv->forward(norm_attention->forward(x))
-                           .split({kHeads * kHeadDim, kKeyValueHeads * kHeadDim, kKeyValueHeads * kHeadDim}, -1);
+    const auto parts =
+        qkv->forward(norm_attention->forward(x))
+            .split({kHeads * kHeadDim, kKeyValueHeads * kHeadDim, kKeyValueHeads * kHeadDim}, -1);
     const auto heads = [&](const torch::Tensor& part) {
       return part.view({batch, rows, -1, kHeadDim}).transpose(1, 2);  // a view: nothing is copied
     };
@@ -127,7 +130,8 @@ TORCH_MODULE(Model);
 // Cross entropy of each token's successor in the same document.
 torch::Tensor loss_of(Model& model, const Row& row) {
   const torch::Tensor logits = model->forward(row);
-  const torch::Tensor same = (row.doc_ids.slice(1, 1) == row.doc_ids.slice(1, 0, -1)) & (row.doc_ids.slice(1, 1) != 0);
+  const torch::Tensor same =
+      (row.doc_ids.slice(1, 1) == row.doc_ids.slice(1, 0, -1)) & (row.doc_ids.slice(1, 1) != 0);
   const torch::Tensor targets = row.tokens.slice(1, 1).masked_fill(~same, -100);
   return torch::cross_entropy_loss(logits.slice(1, 0, -1).reshape({-1, kVocabulary}), targets.reshape({-1}));
 }
@@ -141,7 +145,8 @@ double isolation_error(Model& model, const Row& row) {
     const torch::Tensor mine = (row.doc_ids[0] == document).nonzero().squeeze(1);
     const Row alone{row.tokens.index_select(1, mine), torch::ones({1, mine.size(0)}, torch::kLong),
                     row.positions.index_select(1, mine)};
-    worst = std::max(worst, (model->forward(alone) - packed.index_select(1, mine)).abs().max().item<double>());
+    worst =
+        std::max(worst, (model->forward(alone) - packed.index_select(1, mine)).abs().max().item<double>());
   }
   return worst;
 }
@@ -165,7 +170,8 @@ int main(int argc, char** argv) {
   }
   torch::manual_seed(0);
   const std::vector<Row> rows = pack(documents);
-  std::cout << documents.size() << " documents in " << rows.size() << " rows of " << kRowTokens << " tokens\n";
+  std::cout << documents.size() << " documents in " << rows.size() << " rows of " << kRowTokens
+            << " tokens\n";
 
   Model model;
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-3));

@@ -28,14 +28,14 @@ struct AttentionRequest {
   int64_t head_dim_v = 0;
   MaskOptions mask;
   double dropout_p = 0.0;
-  bool gathered = false;      // token indices are given: padding or gaps
-  bool bottom_right = true;   // no diagonal offsets
+  bool gathered = false;       // token indices are given: padding or gaps
+  bool bottom_right = true;    // no diagonal offsets
   bool deterministic = false;  // at::globalContext().deterministicAlgorithms()
   int64_t num_documents = 0;
   int64_t max_seqlen_q = 0;
   int64_t max_seqlen_k = 0;
-  bool host_offsets = true;  // the offsets are on the host too, so a backend may plan with them
-  bool has_gaps = false;     // some document has other rows between its own
+  bool host_offsets = true;    // the offsets are on the host too, so a backend may plan with them
+  bool has_gaps = false;       // some document has other rows between its own
   int compute_capability = 0;  // of a CUDA device: 80 for 8.0; 0 when not known
 };
 
@@ -78,8 +78,8 @@ struct BackendReport {
 };
 
 AttentionRequest make_request(const AttentionCall& call);
-// preference: auto, auto:NAME, or NAME. Raises c10::ValueError for an unknown name, c10::Error with every reason
-// when none (or not the ordered one) can take the request.
+// preference: auto, auto:NAME, or NAME. Raises c10::ValueError for an unknown name, c10::Error with every
+// reason when none (or not the ordered one) can take the request.
 const AttentionBackend& select_backend(const AttentionRequest& request, std::string_view preference);
 std::vector<BackendReport> explain(const AttentionRequest& request, std::string_view preference = "auto");
 

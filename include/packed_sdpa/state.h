@@ -1,11 +1,12 @@
-// Documents that are in force for attention calls which do not name them: armed state, scope, and a drop-in for
-// at::scaled_dot_product_attention that reads it.
+// Documents that are in force for attention calls which do not name them: armed state, scope, and a drop-in
+// for at::scaled_dot_product_attention that reads it.
 //
 //   packed_sdpa::PackedAttentionScope scope(doc_ids);   // int64 [B, S]; until the end of the block
 //   at::Tensor loss = model->forward(tokens);           // calls packed_sdpa::scaled_dot_product_attention
 //
-// The armed state is one for C++ and Python. Every thread sees it: a thread that armed sees its own documents, one that
-// never did the latest. A call in a recompute during backward gets the documents of the forward that it repeats.
+// The armed state is one for C++ and Python. Every thread sees it: a thread that armed sees its own
+// documents, one that never did the latest. A call in a recompute during backward gets the documents of the
+// forward that it repeats.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,10 +25,11 @@ class ArmedDocuments {
  public:
   // doc_ids: integer or bool [B, S] or [S] (meaning [1, S]), any device; 0 is padding. backend: as
   // AttentionOptions::backend. Raises c10::ValueError / c10::TypeError before anything changes.
-  static std::shared_ptr<const ArmedDocuments> make(const at::Tensor& doc_ids, const std::string& backend = "auto");
+  static std::shared_ptr<const ArmedDocuments> make(const at::Tensor& doc_ids,
+                                                    const std::string& backend = "auto");
 
   virtual ~ArmedDocuments() = default;
-  virtual int64_t id() const = 0;  // a positive number, never used again
+  virtual int64_t id() const = 0;                 // a positive number, never used again
   virtual const at::Tensor& doc_ids() const = 0;  // int64 [B, S] on the host
   virtual const PackedLayout& layout() const = 0;
   virtual const std::string& backend() const = 0;
@@ -40,7 +42,8 @@ void arm(const DocumentsPtr& documents);
 void arm(const at::Tensor& doc_ids, const std::string& backend = "auto");
 void disarm();
 
-// Arms for its own lifetime in its own thread, then puts back what was in force before. Nests; ends by exceptions too.
+// Arms for its own lifetime in its own thread, then puts back what was in force before. Nests; ends by
+// exceptions too.
 class PackedAttentionScope {
  public:
   explicit PackedAttentionScope(const at::Tensor& doc_ids, const std::string& backend = "auto");
@@ -57,10 +60,12 @@ class PackedAttentionScope {
   std::unique_ptr<Undo> undo_;
 };
 
-// at::scaled_dot_product_attention, but when documents are armed and query [B, Hq, S, D], key and value [B, Hkv, S, *]
-// have their B and S: causal attention within each document. attn_mask and is_causal are not used then. Raises
-// c10::Error in a recompute whose documents cannot be told. Call it by its full name: argument lookup also finds that of at::.
-at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+// at::scaled_dot_product_attention, but when documents are armed and query [B, Hq, S, D], key and value [B,
+// Hkv, S, *] have their B and S: causal attention within each document. attn_mask and is_causal are not used
+// then. Raises c10::Error in a recompute whose documents cannot be told. Call it by its full name: argument
+// lookup also finds that of at::.
+at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key,
+                                        const at::Tensor& value,
                                         const std::optional<at::Tensor>& attn_mask = std::nullopt,
                                         double dropout_p = 0.0, bool is_causal = false,
                                         std::optional<double> scale = std::nullopt, bool enable_gqa = false);

@@ -52,7 +52,7 @@ const int32_t* data_or_null(const at::Tensor& tensor) {
 
 void fill_common(cpu::AttentionParams& params, const AttentionCall& call, const at::Tensor& rng_state) {
   params.dtype = scalar_type(call.query.scalar_type());
-  params.shape = {call.query.size(0), call.query.size(1), call.key.size(1),   call.query.size(2),
+  params.shape = {call.query.size(0), call.query.size(1), call.key.size(1),  call.query.size(2),
                   call.key.size(2),   call.query.size(3), call.value.size(3)};
   params.documents = {call.layout.cu_seqlens_q.numel() - 1,
                       call.layout.cu_seqlens_q.const_data_ptr<int32_t>(),
@@ -73,7 +73,8 @@ void fill_common(cpu::AttentionParams& params, const AttentionCall& call, const 
 
 // Two draws of the default generator; a call without dropout draws none.
 at::Tensor draw_rng_state() {
-  auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
+  auto* generator =
+      at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);
   at::Tensor state = at::empty({2}, at::kLong);
   state.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(generator->random64());

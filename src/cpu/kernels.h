@@ -14,13 +14,13 @@ enum class CpuIsa { kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 std::string_view isa_name(CpuIsa isa);
 // Sets that this processor and its operating system run; AMX only if the OS granted its tile registers.
 const std::vector<CpuIsa>& available_cpu_isas();
-// The set in use: the best available one, or PACKED_SDPA_CPU_ISA, or the last set_cpu_isa. An unknown or unavailable
-// name throws std::invalid_argument that lists the names that are available.
+// The set in use: the best available one, or PACKED_SDPA_CPU_ISA, or the last set_cpu_isa. An unknown or
+// unavailable name throws std::invalid_argument that lists the names that are available.
 CpuIsa cpu_isa();
 void set_cpu_isa(std::string_view name);
 
-// How a kernel gets threads: run(body) calls body(t) for t = 0 .. num_threads - 1, concurrently, and returns when
-// all are done. The caller (torch's intra-op pool, a test's std::thread) decides what a thread is.
+// How a kernel gets threads: run(body) calls body(t) for t = 0 .. num_threads - 1, concurrently, and returns
+// when all are done. The caller (torch's intra-op pool, a test's std::thread) decides what a thread is.
 class Executor {
  public:
   virtual ~Executor() = default;

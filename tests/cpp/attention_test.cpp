@@ -10,10 +10,13 @@
 namespace packed_sdpa {
 namespace {
 
-at::Tensor ids(const std::vector<int64_t>& values) { return at::tensor(values, at::kLong); }
+at::Tensor ids(const std::vector<int64_t>& values) {
+  return at::tensor(values, at::kLong);
+}
 
 // out[b, h, i] = sum_j softmax_j(scale q_i k_j) v_j over the visible j, one number at a time.
-at::Tensor by_loops(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask) {
+at::Tensor by_loops(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                    const at::Tensor& mask) {
   const auto q = query.accessor<double, 4>();
   const auto k = key.accessor<double, 4>();
   const auto v = value.accessor<double, 4>();
@@ -128,21 +131,32 @@ TEST(Attention, RefusalsNameArgumentAndValue) {
       packed_attention(q, k, k, layout, options);
     };
   };
-  expect_refusal(with_options([](auto& o) { o.dropout_p = std::nan(""); }), "dropout_p must be in [0, 1), got nan");
+  expect_refusal(with_options([](auto& o) { o.dropout_p = std::nan(""); }),
+                 "dropout_p must be in [0, 1), got nan");
   expect_refusal(with_options([](auto& o) { o.dropout_p = 1.0; }), "dropout_p must be in [0, 1), got 1");
   expect_refusal(with_options([](auto& o) { o.window_left = -2; }), "window_size[0] must be -1");
-  expect_refusal(with_options([](auto& o) { o.window_right = 1; }), "window_size[1] must be -1 or 0 when is_causal");
+  expect_refusal(with_options([](auto& o) { o.window_right = 1; }),
+                 "window_size[1] must be -1 or 0 when is_causal");
   expect_refusal(with_options([](auto& o) { o.scale = INFINITY; }), "scale must be finite");
   expect_refusal(with_options([](auto& o) { o.backend = "flsh"; }), "backend must be one of auto, ");
-  expect_refusal([&] { packed_attention(q, at::randn({1, 3, 4, 8}), at::randn({1, 3, 4, 8}), layout); },
-                 "num_heads (4) must be a multiple of num_kv_heads (3)");
+  expect_refusal(
+      [&] {
+        packed_attention(q, at::randn({1, 3, 4, 8}), at::randn({1, 3, 4, 8}), layout);
+      },
+      "num_heads (4) must be a multiple of num_kv_heads (3)");
   expect_refusal([&] { packed_attention(q, k.to(at::kDouble), k, layout); }, "must have one dtype");
-  expect_refusal([&] { packed_attention(q, at::randn({2, 2, 4, 8}), at::randn({2, 2, 4, 8}), layout); },
-                 "one batch size");
+  expect_refusal(
+      [&] {
+        packed_attention(q, at::randn({2, 2, 4, 8}), at::randn({2, 2, 4, 8}), layout);
+      },
+      "one batch size");
   expect_refusal([&] { packed_attention(q[0], k, k, layout); }, "query must be 4-D");
   expect_refusal([&] { packed_attention(q.to(at::kInt), k, k, layout); }, "query must be float32");
-  expect_refusal([&] { packed_attention(q, k, k, PackedLayout::from_doc_ids(ids({1, 1, 2}))); },
-                 "layout is for B 1, 3 query rows");
+  expect_refusal(
+      [&] {
+        packed_attention(q, k, k, PackedLayout::from_doc_ids(ids({1, 1, 2})));
+      },
+      "layout is for B 1, 3 query rows");
 }
 
 }  // namespace

@@ -42,7 +42,8 @@ TEST(Backend, ANameIsAnOrder) {
 TEST(Backend, ExplainNamesOneChoiceAndEveryReason) {
   const std::vector<BackendReport> reports = explain(cpu_request());
   EXPECT_EQ(reports.size(), available_backends().size());
-  EXPECT_EQ(std::count_if(reports.begin(), reports.end(), [](const BackendReport& report) { return report.chosen; }),
+  EXPECT_EQ(std::count_if(reports.begin(), reports.end(),
+                          [](const BackendReport& report) { return report.chosen; }),
             1);
   AttentionRequest dropout = cpu_request();
   dropout.dropout_p = 0.5;

@@ -11,10 +11,13 @@
 namespace packed_sdpa {
 namespace {
 
-at::Tensor ids(const std::vector<int64_t>& values) { return at::tensor(values, at::kLong); }
+at::Tensor ids(const std::vector<int64_t>& values) {
+  return at::tensor(values, at::kLong);
+}
 
 // The rule, element by element.
-at::Tensor mask_by_definition(const at::Tensor& doc_ids, int64_t row_offset, int64_t rows, const MaskOptions& options) {
+at::Tensor mask_by_definition(const at::Tensor& doc_ids, int64_t row_offset, int64_t rows,
+                              const MaskOptions& options) {
   at::Tensor mask = at::zeros({doc_ids.size(0), rows, doc_ids.size(1)}, at::kBool);
   const auto id = doc_ids.accessor<int64_t, 2>();
   auto visible = mask.accessor<bool, 3>();
@@ -33,18 +36,23 @@ at::Tensor mask_by_definition(const at::Tensor& doc_ids, int64_t row_offset, int
 }
 
 TEST(Layout, MaskIsTheDefinition) {
-  const std::vector<at::Tensor> packings = {
-      ids({1, 1, 1, 0, 2, 2, 0, 0}).unsqueeze(0), ids({0, 0, 1, 1, 2}).unsqueeze(0),
-      ids({1, 1, 2, 1, 1}).unsqueeze(0),          ids({1, 0, 1, 1}).unsqueeze(0),
-      ids({9, 9, 3, 3, 700}).unsqueeze(0),        ids({1, 2, 2, 2}).view({2, 2}),
-      ids({0, 0, 0, 0}).view({2, 2}),             ids({1, 2, 1, 2, 3, 1, 0, 2, 3}).unsqueeze(0)};
-  const std::vector<MaskOptions> masks = {{true, -1, -1}, {true, 1, -1}, {false, -1, -1}, {false, 2, 1}, {true, 0, 0}};
+  const std::vector<at::Tensor> packings = {ids({1, 1, 1, 0, 2, 2, 0, 0}).unsqueeze(0),
+                                            ids({0, 0, 1, 1, 2}).unsqueeze(0),
+                                            ids({1, 1, 2, 1, 1}).unsqueeze(0),
+                                            ids({1, 0, 1, 1}).unsqueeze(0),
+                                            ids({9, 9, 3, 3, 700}).unsqueeze(0),
+                                            ids({1, 2, 2, 2}).view({2, 2}),
+                                            ids({0, 0, 0, 0}).view({2, 2}),
+                                            ids({1, 2, 1, 2, 3, 1, 0, 2, 3}).unsqueeze(0)};
+  const std::vector<MaskOptions> masks = {
+      {true, -1, -1}, {true, 1, -1}, {false, -1, -1}, {false, 2, 1}, {true, 0, 0}};
   for (const at::Tensor& packing : packings) {
     for (int64_t offset = 0; offset <= packing.size(1); ++offset) {
       for (int64_t rows = 0; offset + rows <= packing.size(1); ++rows) {
         const PackedLayout layout = PackedLayout::from_doc_ids(packing, offset, rows);
         for (const MaskOptions& mask : masks) {
-          EXPECT_TRUE(at::equal(layout.materialize_mask(mask), mask_by_definition(packing, offset, rows, mask)))
+          EXPECT_TRUE(
+              at::equal(layout.materialize_mask(mask), mask_by_definition(packing, offset, rows, mask)))
               << packing << " offset " << offset << " rows " << rows;
         }
       }
