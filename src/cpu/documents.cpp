@@ -17,8 +17,8 @@ std::vector<RowRun> padding_rows(int64_t num_rows, int64_t num_tokens, const int
     if (num_tokens < num_rows) runs.push_back({num_tokens, num_rows});
     return runs;
   }
-  const bool ascending = std::adjacent_find(token_index, token_index + num_tokens, std::greater_equal<int32_t>()) ==
-                         token_index + num_tokens;
+  const bool ascending = std::adjacent_find(token_index, token_index + num_tokens,
+                                            std::greater_equal<int32_t>()) == token_index + num_tokens;
   if (ascending) {
     int64_t next = 0;
     for (int64_t t = 0; t < num_tokens; ++t) {

@@ -1,9 +1,9 @@
-// Which attention weights dropout keeps: a counter-based generator (Philox 4x32, 10 rounds; Salmon, Moraes, Dror and
-// Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+// Which attention weights dropout keeps: a counter-based generator (Philox 4x32, 10 rounds; Salmon, Moraes,
+// Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 //
-// The four 32-bit words of one Philox call decide four neighbouring key rows. The counter holds the key row / 4, the
-// query row, the (batch, head) pair and the offset; the key holds the seed. So the decision for an element depends on
-// nothing else: no tile size, thread count or instruction set.
+// The four 32-bit words of one Philox call decide four neighbouring key rows. The counter holds the key row /
+// 4, the query row, the (batch, head) pair and the offset; the key holds the seed. So the decision for an
+// element depends on nothing else: no tile size, thread count or instruction set.
 #pragma once
 
 #include <cstdint>

@@ -25,7 +25,9 @@ inline uint32_t bits_from_float(float value) {
   return bits;
 }
 
-inline float to_float(BFloat16 value) { return float_from_bits(static_cast<uint32_t>(value.bits) << 16); }
+inline float to_float(BFloat16 value) {
+  return float_from_bits(static_cast<uint32_t>(value.bits) << 16);
+}
 
 inline BFloat16 bfloat16_from_float(float value) {
   const uint32_t bits = bits_from_float(value);
@@ -51,7 +53,8 @@ inline Float16 float16_from_float(float value) {
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
-  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds to infinity: >= 65520
+  if (magnitude >= 0x477ff000u)
+    return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds to infinity: >= 65520
   if (magnitude < 0x38800000u) {  // below 2^-14: a multiple of 2^-24; the addition to 0.5 rounds to that grid
     const uint32_t rounded = bits_from_float(float_from_bits(magnitude) + 0.5f) - bits_from_float(0.5f);
     return {static_cast<uint16_t>(sign | rounded)};

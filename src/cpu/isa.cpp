@@ -33,7 +33,9 @@ CpuidLeaf cpuid(uint32_t leaf, uint32_t subleaf) {
   return result;
 }
 
-bool bit(uint32_t word, int position) { return ((word >> position) & 1u) != 0; }
+bool bit(uint32_t word, int position) {
+  return ((word >> position) & 1u) != 0;
+}
 
 // Register states that the operating system saves (XCR0).
 uint64_t saved_states() {
@@ -63,9 +65,9 @@ std::vector<CpuIsa> detect() {
   if (!osxsave) return isas;
   const uint64_t states = saved_states();
 
-  constexpr uint64_t kYmmStates = 0x6;           // SSE, AVX
-  constexpr uint64_t kZmmStates = 0xe6;          // and opmask, upper halves, upper 16 registers
-  constexpr uint64_t kTileStates = 0x60000;      // tile configuration, tile data
+  constexpr uint64_t kYmmStates = 0x6;       // SSE, AVX
+  constexpr uint64_t kZmmStates = 0xe6;      // and opmask, upper halves, upper 16 registers
+  constexpr uint64_t kTileStates = 0x60000;  // tile configuration, tile data
   const bool fma = bit(features.ecx, 12);
   const bool f16c = bit(features.ecx, 29);
   const bool avx2 = bit(extended.ebx, 5);
@@ -88,7 +90,9 @@ std::vector<CpuIsa> detect() {
 
 #else
 
-std::vector<CpuIsa> detect() { return {CpuIsa::kScalar}; }
+std::vector<CpuIsa> detect() {
+  return {CpuIsa::kScalar};
+}
 
 #endif
 
@@ -99,8 +103,9 @@ CpuIsa parse_isa(std::string_view name, const char* source) {
     if (!available.empty()) available += ", ";
     available += isa_name(isa);
   }
-  throw std::invalid_argument(std::string(source) + ": got instruction set '" + std::string(name) +
-                              "', which is unknown or not available on this machine; use one of: " + available);
+  throw std::invalid_argument(
+      std::string(source) + ": got instruction set '" + std::string(name) +
+      "', which is unknown or not available on this machine; use one of: " + available);
 }
 
 // The one place that reads PACKED_SDPA_CPU_ISA: once, at the first question.
@@ -115,7 +120,9 @@ std::atomic<int> current_isa{kUnset};
 
 }  // namespace
 
-std::string_view isa_name(CpuIsa isa) { return kIsaNames[static_cast<int>(isa)]; }
+std::string_view isa_name(CpuIsa isa) {
+  return kIsaNames[static_cast<int>(isa)];
+}
 
 const std::vector<CpuIsa>& available_cpu_isas() {
   static const std::vector<CpuIsa> isas = detect();

@@ -25,14 +25,15 @@ size_t element_size(ScalarType dtype) {
 }
 
 // All bits zero is +0 in every type here.
-void zero_rows(const StridedTensor& tensor, size_t element, int64_t heads, int64_t rows_per_batch, int64_t dim,
-               const RowRun& run) {
+void zero_rows(const StridedTensor& tensor, size_t element, int64_t heads, int64_t rows_per_batch,
+               int64_t dim, const RowRun& run) {
   char* data = static_cast<char*>(tensor.data);
   for (int64_t flat = run.begin; flat < run.end; ++flat) {
     const int64_t batch = flat / rows_per_batch;
     const int64_t row = flat % rows_per_batch;
     for (int64_t head = 0; head < heads; ++head) {
-      const int64_t offset = batch * tensor.stride_batch + head * tensor.stride_head + row * tensor.stride_row;
+      const int64_t offset =
+          batch * tensor.stride_batch + head * tensor.stride_head + row * tensor.stride_row;
       if (tensor.stride_dim == 1) {
         std::memset(data + offset * static_cast<int64_t>(element), 0, static_cast<size_t>(dim) * element);
         continue;
@@ -128,8 +129,8 @@ void fill_backward_padding(const BackwardParams& params, Executor& executor) {
   add_pieces(padding_query_rows(params), &fill.queries);
   add_unseeing_queries(params, &fill.queries);
   add_pieces(padding_key_rows(params), &fill.keys);
-  run_work_items(executor, static_cast<int64_t>(fill.queries.size() + fill.keys.size()), 0, &fill_backward_item,
-                 &fill);
+  run_work_items(executor, static_cast<int64_t>(fill.queries.size() + fill.keys.size()), 0,
+                 &fill_backward_item, &fill);
 }
 
 }  // namespace packed_sdpa::cpu

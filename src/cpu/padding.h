@@ -1,5 +1,5 @@
-// Rows that belong to no document: written as exact zeros, never read. Backward does the same for the dQ of queries
-// that see no key, which no tile of a kernel reaches.
+// Rows that belong to no document: written as exact zeros, never read. Backward does the same for the dQ of
+// queries that see no key, which no tile of a kernel reaches.
 #pragma once
 
 #include "cpu/kernels.h"

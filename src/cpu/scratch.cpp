@@ -39,7 +39,7 @@ Scratch::Scratch(size_t bytes) {
     if (base_ == nullptr) throw std::bad_alloc();
     size_ = needed;
   }
-  if (poison_blocks.load(std::memory_order_relaxed)) std::memset(base_, 0xff, size_);
+  if (size_ > 0 && poison_blocks.load(std::memory_order_relaxed)) std::memset(base_, 0xff, size_);
 }
 
 Scratch::~Scratch() {
@@ -60,6 +60,8 @@ void* Scratch::take_bytes(size_t bytes) {
   return result;
 }
 
-void Scratch::poison_for_tests(bool poison) { poison_blocks.store(poison, std::memory_order_relaxed); }
+void Scratch::poison_for_tests(bool poison) {
+  poison_blocks.store(poison, std::memory_order_relaxed);
+}
 
 }  // namespace packed_sdpa::cpu

@@ -1,5 +1,5 @@
-// Scratch memory of one thread: one aligned block, cut into arrays by a bump pointer. The block is kept by the thread
-// for its next call (fresh pages cost more than a small attention), except when it is large.
+// Scratch memory of one thread: one aligned block, cut into arrays by a bump pointer. The block is kept by
+// the thread for its next call (fresh pages cost more than a small attention), except when it is large.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // Uninitialized array of `count` elements, aligned to kAlignment. The sum of array_bytes() of what is taken between
-  // two resets must fit into what the constructor was given.
+  // Uninitialized array of `count` elements, aligned to kAlignment. The sum of array_bytes() of what is taken
+  // between two resets must fit into what the constructor was given.
   template <typename T>
   T* take(int64_t count) {
     return static_cast<T*>(take_bytes(array_bytes<T>(count)));

@@ -1,8 +1,8 @@
 // Opens and closes a region whose functions are compiled for a named instruction set.
 //
-// Open a region after every include and keep std:: templates out of it: an inline function of a shared header that is
-// instantiated inside would be the set's code under a shared name, and the linker may pick it for the whole program
-// (the reason for having no -m flags either).
+// Open a region after every include and keep std:: templates out of it: an inline function of a shared header
+// that is instantiated inside would be the set's code under a shared name, and the linker may pick it for the
+// whole program (the reason for having no -m flags either).
 #pragma once
 
 // GCC 12's own headers read a variable that they leave unset on purpose, and -Wall says so.

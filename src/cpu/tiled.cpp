@@ -6,8 +6,8 @@
 namespace packed_sdpa::cpu {
 namespace {
 
-// A wait is for the rest of a neighbour's tile, some microseconds; after that many looks the thread gives its core
-// away, because the neighbour may be waiting for one.
+// A wait is for the rest of a neighbour's tile, some microseconds; after that many looks the thread gives its
+// core away, because the neighbour may be waiting for one.
 constexpr int kSpins = 2000;
 
 void pause() {
@@ -106,9 +106,24 @@ TiledBackward::TiledBackward(const BackwardParams& params_in, int64_t keys_per_i
     if (documents[d].num_keys <= block_size) continue;
     first_sum_[d] = static_cast<int32_t>(sums_.size());
     for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
-      sums_.push_back(std::make_unique<GradQuerySum>(documents[d], block_size, queries_per_tile, tile_floats));
+      sums_.push_back(
+          std::make_unique<GradQuerySum>(documents[d], block_size, queries_per_tile, tile_floats));
     }
   }
+}
+
+void run_tiled_forward(const ForwardParams& params, Executor& executor, int64_t rows_per_item,
+                       size_t (*scratch_bytes)(const TiledForward& call), RunItem run_item) {
+  const int64_t group = params.shape.num_heads / params.shape.num_kv_heads;
+  TiledForward call(params, std::max<int64_t>(1, rows_per_item / group));
+  run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), run_item, &call);
+}
+
+void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_t keys_per_item,
+                        int64_t rows_per_tile, bool own_sums,
+                        size_t (*scratch_bytes)(const TiledBackward& call), RunItem run_item) {
+  TiledBackward call(params, keys_per_item, rows_per_tile, own_sums);
+  run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), run_item, &call);
 }
 
 }  // namespace packed_sdpa::cpu

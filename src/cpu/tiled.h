@@ -1,9 +1,9 @@
-// What the tiled kernels of all instruction sets share: the plan of a call and the order of sums into dQ. Built for the
-// plain machine, called from the per-set code.
+// What the tiled kernels of all instruction sets share: the plan of a call and the order of sums into dQ.
+// Built for the plain machine, called from the per-set code.
 //
-// Stacked rows: the query heads of one key/value head's group are stacked query by query, row = query * group + head in
-// group. So a short document still fills a tile, masked corners are as small as they can be, and a packed key serves
-// the whole group.
+// Stacked rows: the query heads of one key/value head's group are stacked query by query, row = query * group
+// + head in group. So a short document still fills a tile, masked corners are as small as they can be, and a
+// packed key serves the whole group.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,9 @@ namespace packed_sdpa::cpu {
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 
-inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+inline int64_t round_up(int64_t value, int64_t step) {
+  return (value + step - 1) / step * step;
+}
 
 // Sizes a buffer block in the same words that Scratch hands it out.
 class ScratchSize {
@@ -45,13 +47,14 @@ struct TiledCall {
   Dropout dropout;
   std::vector<Document> documents;
   std::vector<WorkItem> items;
-  int64_t group;           // query heads per key/value head
-  int64_t block_size;      // queries (forward) or keys (backward) per item
+  int64_t group;            // query heads per key/value head
+  int64_t block_size;       // queries (forward) or keys (backward) per item
   int64_t max_queries = 0;  // longest document
   int64_t max_keys = 0;
 
   // keep / (1 - p) of weights [query, keys.begin .. keys.end) of a head.
-  void dropout_factors(const Document& document, int64_t head, int64_t query, KeyRange keys, float* factors) const;
+  void dropout_factors(const Document& document, int64_t head, int64_t query, KeyRange keys,
+                       float* factors) const;
 };
 
 struct TiledForward : TiledCall {
@@ -60,9 +63,10 @@ struct TiledForward : TiledCall {
   const ForwardParams& params;
 };
 
-// dQ of one long document and key/value head, summed over key blocks in ascending order. Queries are cut into tiles of
-// queries_per_tile; tile t gets its terms from key blocks first_block(t) .. last_block(t), each of which waits for its
-// turn. Blocks run as items in ascending order too, so the block before is running or done.
+// dQ of one long document and key/value head, summed over key blocks in ascending order. Queries are cut into
+// tiles of queries_per_tile; tile t gets its terms from key blocks first_block(t) .. last_block(t), each of
+// which waits for its turn. Blocks run as items in ascending order too, so the block before is running or
+// done.
 class GradQuerySum {
  public:
   GradQuerySum(const Document& document, int64_t block_keys, int64_t queries_per_tile, int64_t tile_floats);
@@ -107,5 +111,14 @@ struct TiledBackward : TiledCall {
   std::vector<int32_t> first_sum_;
   std::vector<std::unique_ptr<GradQuerySum>> sums_;
 };
+
+// A call, given the kernel's sizes and what it does for one item. These own the plan, so that none of its
+// containers is built or destroyed in code of a target region.
+using RunItem = void (*)(void* context, int64_t item, Scratch& scratch);
+void run_tiled_forward(const ForwardParams& params, Executor& executor, int64_t rows_per_item,
+                       size_t (*scratch_bytes)(const TiledForward& call), RunItem run_item);
+void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_t keys_per_item,
+                        int64_t rows_per_tile, bool own_sums,
+                        size_t (*scratch_bytes)(const TiledBackward& call), RunItem run_item);
 
 }  // namespace packed_sdpa::cpu

@@ -1,9 +1,9 @@
 // How a call is cut into pieces of work, and how threads take them.
 //
-// The cut depends on the documents and the kernel's block sizes only, never on the number of threads; items are taken
-// in order from one counter. So the result is the same for every thread count, and an item may wait for items before
-// it (those have been taken by a running thread, or are done) without any danger of a deadlock, also when the executor
-// runs its bodies one after another.
+// The cut depends on the documents and the kernel's block sizes only, never on the number of threads; items
+// are taken in order from one counter. So the result is the same for every thread count, and an item may wait
+// for items before it (those have been taken by a running thread, or are done) without any danger of a
+// deadlock, also when the executor runs its bodies one after another.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@
 
 namespace packed_sdpa::cpu {
 
-// Either one block (of queries in forward, of keys in backward) of one long document and one key/value head, or a run
-// of whole short documents and one or more heads.
+// Either one block (of queries in forward, of keys in backward) of one long document and one key/value head,
+// or a run of whole short documents and one or more heads.
 struct WorkItem {
   int32_t first_document = 0;
   int32_t last_document = 0;  // exclusive
@@ -29,10 +29,10 @@ struct WorkItem {
 
 enum class SplitBy : int8_t { kQueries, kKeys };
 
-// Documents longer than block_size (in queries or keys) are cut into blocks; shorter ones stay whole and share an item
-// with their neighbours, and with the other key/value heads, up to the size of a block: the heads of a token lie side by
-// side in memory, so going through them together meets each page once. Long documents come first, so that the tail of
-// a call is made of small items.
+// Documents longer than block_size (in queries or keys) are cut into blocks; shorter ones stay whole and
+// share an item with their neighbours, and with the other key/value heads, up to the size of a block: the
+// heads of a token lie side by side in memory, so going through them together meets each page once. Long
+// documents come first, so that the tail of a call is made of small items.
 std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, int64_t num_kv_heads,
                                       SplitBy split_by, int64_t block_size);
 

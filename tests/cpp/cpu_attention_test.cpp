@@ -170,7 +170,8 @@ TEST_P(AttentionTest, UniformProbe) {
   }
 }
 
-// NaN and Inf in one document reach no other, and padding of NaN reaches nothing (Problem leaves padding NaN).
+// NaN and Inf in one document reach no other, and padding of NaN reaches nothing (Problem leaves padding
+// NaN).
 TEST_P(AttentionTest, PoisonStaysInItsDocument) {
   ThreadExecutor executor(1);
   for (const Packing& packing : {packing_from_lengths("neighbours", {5, 19, 7, 40}),
@@ -293,7 +294,8 @@ TEST_P(AttentionTest, SeventyThousandOneTokenDocuments) {
       largest_grad = std::max(largest_grad, std::abs(problem.grad_query.get(0, 1, i, d)));
       largest_grad = std::max(largest_grad, std::abs(problem.grad_key.get(0, 0, i, d)));
       const double grad = problem.grad_out.get(0, 0, i, d) + problem.grad_out.get(0, 1, i, d);
-      wrong += std::abs(problem.grad_value.get(0, 0, i, d) - grad) > 16 * epsilon(settings.dtype) * (1 + std::abs(grad));
+      wrong += std::abs(problem.grad_value.get(0, 0, i, d) - grad) >
+               16 * epsilon(settings.dtype) * (1 + std::abs(grad));
     }
   }
   EXPECT_EQ(wrong, 0);

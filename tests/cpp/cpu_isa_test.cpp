@@ -82,8 +82,8 @@ TEST(HalfTest, EveryValueGoesThereAndBack) {
 }
 
 TEST(HalfTest, RoundsToNearestEven) {
-  for (const float value : {1.0f, 1.00048828125f, 1.0009765625f, 1.00146484375f, 65519.0f, 3.1e-5f, 6e-8f, 2.9e-8f,
-                            -0.333333f, 1234.567f}) {
+  for (const float value : {1.0f, 1.00048828125f, 1.0009765625f, 1.00146484375f, 65519.0f, 3.1e-5f, 6e-8f,
+                            2.9e-8f, -0.333333f, 1234.567f}) {
     EXPECT_EQ(to_float(float16_from_float(value)),
               static_cast<float>(round_to(ScalarType::kFloat16, static_cast<double>(value))))
         << value;

@@ -1,4 +1,5 @@
-// Random packings and settings against the oracle. A failure prints its seed; PACKED_SDPA_TEST_SEED=N runs that one alone.
+// Random packings and settings against the oracle. A failure prints its seed; PACKED_SDPA_TEST_SEED=N runs
+// that one alone.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -45,7 +46,8 @@ RandomCase make_case(uint64_t seed, ScalarType dtype) {
   packing.name = "random_seed_" + std::to_string(seed);
   packing.batch = pick({1, 1, 2});
   const int64_t rows = pick({1, 7, 40, 100, 170});
-  const int64_t style = pick({0, 0, 1, 2});  // runs; ids scattered over the row; runs, with other lengths of keys
+  const int64_t style =
+      pick({0, 0, 1, 2});  // runs; ids scattered over the row; runs, with other lengths of keys
   for (int64_t b = 0; b < packing.batch; ++b) {
     int64_t id = 1;
     for (int64_t row = 0; row < rows;) {
@@ -137,13 +139,11 @@ TEST_P(TileEdgeTest, MatchesOracle) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Isas, TileEdgeTest,
-                         ::testing::Combine(::testing::ValuesIn(isa_names()),
-                                            ::testing::Values(ScalarType::kFloat32, ScalarType::kBFloat16,
-                                                              ScalarType::kFloat16)),
-                         [](const auto& info) {
-                           return std::get<0>(info.param) + "_" + dtype_name(std::get<1>(info.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Isas, TileEdgeTest,
+    ::testing::Combine(::testing::ValuesIn(isa_names()),
+                       ::testing::Values(ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16)),
+    [](const auto& info) { return std::get<0>(info.param) + "_" + dtype_name(std::get<1>(info.param)); });
 
 // Every head dim that models use, and stacked groups larger than a tile.
 TEST_P(RandomTest, HeadDimsAndLargeGroups) {
@@ -151,8 +151,14 @@ TEST_P(RandomTest, HeadDimsAndLargeGroups) {
   struct Shape {
     int64_t heads, kv_heads, dim, dim_v;
   };
-  for (const Shape shape : {Shape{1, 1, 80, 80}, {2, 1, 128, 128}, {1, 1, 192, 128}, {1, 1, 96, 64}, {1, 1, 256, 256},
-                            {1, 1, 512, 512}, {150, 1, 16, 16}, {9, 3, 16, 16}}) {
+  for (const Shape shape : {Shape{1, 1, 80, 80},
+                            {2, 1, 128, 128},
+                            {1, 1, 192, 128},
+                            {1, 1, 96, 64},
+                            {1, 1, 256, 256},
+                            {1, 1, 512, 512},
+                            {150, 1, 16, 16},
+                            {9, 3, 16, 16}}) {
     Settings settings;
     settings.dtype = std::get<1>(GetParam());
     settings.num_heads = shape.heads;

@@ -56,12 +56,13 @@ constexpr uint64_t kDropoutOffset = 12;
 double keep_factor(const Problem& problem, int64_t b, int64_t h, int64_t i, int64_t j) {
   const double p = problem.settings.dropout_p;
   if (p == 0.0) return 1.0;
-  const std::vector<uint32_t> words =
-      philox_words({static_cast<uint32_t>(j / 4), static_cast<uint32_t>(i),
-                    static_cast<uint32_t>(b * problem.settings.num_heads + h), static_cast<uint32_t>(kDropoutOffset)},
-                   static_cast<uint32_t>(kDropoutSeed & 0xffffffffu), static_cast<uint32_t>(kDropoutSeed >> 32));
-  return static_cast<double>(words[static_cast<size_t>(j % 4)]) >= std::floor(p * 4294967296.0) ? 1.0 / (1.0 - p)
-                                                                                                 : 0.0;
+  const std::vector<uint32_t> words = philox_words(
+      {static_cast<uint32_t>(j / 4), static_cast<uint32_t>(i),
+       static_cast<uint32_t>(b * problem.settings.num_heads + h), static_cast<uint32_t>(kDropoutOffset)},
+      static_cast<uint32_t>(kDropoutSeed & 0xffffffffu), static_cast<uint32_t>(kDropoutSeed >> 32));
+  return static_cast<double>(words[static_cast<size_t>(j % 4)]) >= std::floor(p * 4294967296.0)
+             ? 1.0 / (1.0 - p)
+             : 0.0;
 }
 
 struct Rounding {
@@ -69,7 +70,8 @@ struct Rounding {
   ScalarType dtype;
   double operator()(double value) const {
     if (!on) return value;
-    return round_to(dtype, dtype == ScalarType::kFloat64 ? value : static_cast<double>(static_cast<float>(value)));
+    return round_to(dtype,
+                    dtype == ScalarType::kFloat64 ? value : static_cast<double>(static_cast<float>(value)));
   }
 };
 
@@ -139,7 +141,8 @@ Dense dense(const Problem& problem, bool backward, const Rounding& rounded) {
           }
           grad_p = static_cast<Real>(rounded(static_cast<double>(grad_p * factor)));
           const Real grad_s =
-              static_cast<Real>(rounded(static_cast<double>(p[n] * (grad_p - static_cast<Real>(delta))))) * scale;
+              static_cast<Real>(rounded(static_cast<double>(p[n] * (grad_p - static_cast<Real>(delta))))) *
+              scale;
           for (int64_t d = 0; d < s.head_dim; ++d) {
             grad_query[row * static_cast<size_t>(s.head_dim) + static_cast<size_t>(d)] +=
                 grad_s * static_cast<Real>(problem.key.get(b, kv, j, d));
@@ -159,8 +162,8 @@ Dense dense(const Problem& problem, bool backward, const Rounding& rounded) {
   return result;
 }
 
-// Worst error of `get` against the oracle must stay below twice the math path's worst error plus a floor of a few
-// eps times the largest magnitude.
+// Worst error of `get` against the oracle must stay below twice the math path's worst error plus a floor of a
+// few eps times the largest magnitude.
 void expect_close(const char* what, const Problem& problem, const std::vector<double>& expected,
                   const std::vector<double>& math_path, const std::function<double(size_t)>& get) {
   double worst = 0.0;
@@ -170,7 +173,8 @@ void expect_close(const char* what, const Problem& problem, const std::vector<do
   for (size_t n = 0; n < expected.size(); ++n) {
     const double got = get(n);
     if (std::isinf(expected[n])) {
-      ASSERT_EQ(got, expected[n]) << what << " element " << n << "; " << describe(problem.packing, problem.settings);
+      ASSERT_EQ(got, expected[n]) << what << " element " << n << "; "
+                                  << describe(problem.packing, problem.settings);
       continue;
     }
     ASSERT_FALSE(std::isnan(got)) << what << " element " << n << " is NaN, expected " << expected[n] << "; "
@@ -183,8 +187,8 @@ void expect_close(const char* what, const Problem& problem, const std::vector<do
     worst_math = std::max(worst_math, std::abs(math_path[n] - expected[n]));
     largest = std::max(largest, std::abs(expected[n]));
   }
-  // Floors: a half type's result is rounded once more; a float's weights are remade from a rounded lse; in float64
-  // the math path is the oracle itself.
+  // Floors: a half type's result is rounded once more; a float's weights are remade from a rounded lse; in
+  // float64 the math path is the oracle itself.
   const ScalarType dtype = problem.settings.dtype;
   const double floor = dtype == ScalarType::kFloat64   ? 64.0 * epsilon(dtype) * (1.0 + largest)
                        : dtype == ScalarType::kFloat32 ? 8.0 * epsilon(dtype) * (1.0 + largest)
@@ -192,8 +196,8 @@ void expect_close(const char* what, const Problem& problem, const std::vector<do
   const double bound = 2.0 * worst_math + floor;
   EXPECT_LE(worst, bound) << what << ": worst at element " << worst_index << ": expected "
                           << (expected.empty() ? 0.0 : expected[worst_index]) << ", got "
-                          << (expected.empty() ? 0.0 : get(worst_index)) << ", math path's error " << worst_math
-                          << "; " << describe(problem.packing, problem.settings);
+                          << (expected.empty() ? 0.0 : get(worst_index)) << ", math path's error "
+                          << worst_math << "; " << describe(problem.packing, problem.settings);
 }
 
 std::function<double(size_t)> reader(const Tensor& tensor) {
@@ -207,8 +211,9 @@ std::function<double(size_t)> reader(const Tensor& tensor) {
 }
 
 // Documents of one side in the order of the common table: token lists per document.
-void gather(const std::vector<int64_t>& document_of_row, size_t num_documents, std::vector<int32_t>* cu_seqlens,
-            std::vector<int32_t>* token_index, std::vector<int64_t>* rank, std::vector<int64_t>* counts) {
+void gather(const std::vector<int64_t>& document_of_row, size_t num_documents,
+            std::vector<int32_t>* cu_seqlens, std::vector<int32_t>* token_index, std::vector<int64_t>* rank,
+            std::vector<int64_t>* counts) {
   std::vector<std::vector<int32_t>> rows(num_documents);
   rank->assign(document_of_row.size(), -1);
   for (size_t row = 0; row < document_of_row.size(); ++row) {
@@ -260,10 +265,11 @@ std::string dtype_name(ScalarType dtype) {
 
 std::string describe(const Packing& packing, const Settings& s) {
   std::ostringstream text;
-  text << "repro: packing=" << packing.name << " isa=" << isa_name(cpu_isa()) << " dtype=" << dtype_name(s.dtype)
-       << " Hq=" << s.num_heads << " Hkv=" << s.num_kv_heads << " D=" << s.head_dim << " Dv=" << s.head_dim_v
-       << " causal=" << s.is_causal << " window=(" << s.window_left << "," << s.window_right << ") scale=" << s.scale
-       << " dropout=" << s.dropout_p << " layout=" << s.layout << " data_seed=" << s.data_seed;
+  text << "repro: packing=" << packing.name << " isa=" << isa_name(cpu_isa())
+       << " dtype=" << dtype_name(s.dtype) << " Hq=" << s.num_heads << " Hkv=" << s.num_kv_heads
+       << " D=" << s.head_dim << " Dv=" << s.head_dim_v << " causal=" << s.is_causal << " window=("
+       << s.window_left << "," << s.window_right << ") scale=" << s.scale << " dropout=" << s.dropout_p
+       << " layout=" << s.layout << " data_seed=" << s.data_seed;
   return text.str();
 }
 
@@ -277,10 +283,12 @@ double round_to(ScalarType dtype, double value) {
   return std::ldexp(std::nearbyint(std::ldexp(value, bits - exponent)), exponent - bits);
 }
 
-double epsilon(ScalarType dtype) { return std::ldexp(1.0, 1 - mantissa_bits(dtype)); }
+double epsilon(ScalarType dtype) {
+  return std::ldexp(1.0, 1 - mantissa_bits(dtype));
+}
 
-Tensor::Tensor(ScalarType dtype, int64_t batch_in, int64_t heads_in, int64_t rows_in, int64_t dim_in, int layout,
-               bool expand_heads)
+Tensor::Tensor(ScalarType dtype, int64_t batch_in, int64_t heads_in, int64_t rows_in, int64_t dim_in,
+               int layout, bool expand_heads)
     : batch(batch_in), heads(heads_in), rows(rows_in), dim(dim_in), expanded(expand_heads), dtype_(dtype) {
   const int64_t stride_dim = layout == 2 ? 2 : 1;
   const int64_t width = dim * stride_dim + (layout == 3 ? 3 : 0);
@@ -295,7 +303,8 @@ Tensor::Tensor(ScalarType dtype, int64_t batch_in, int64_t heads_in, int64_t row
     strides_.stride_batch = heads * rows * width;
   }
   origin_ = kGuard;
-  bytes_.assign(static_cast<size_t>(batch * heads * rows * width + 2 * kGuard) * size_of(dtype), 0xff);  // NaN
+  bytes_.assign(static_cast<size_t>(batch * heads * rows * width + 2 * kGuard) * size_of(dtype),
+                0xff);  // NaN
 }
 
 StridedTensor Tensor::view() const {
@@ -366,7 +375,8 @@ void Tensor::set(int64_t b, int64_t h, int64_t i, int64_t d, double value) {
   std::memcpy(target, &half, 2);
 }
 
-Problem::Problem(const Packing& packing_in, const Settings& settings_in) : packing(packing_in), settings(settings_in) {
+Problem::Problem(const Packing& packing_in, const Settings& settings_in)
+    : packing(packing_in), settings(settings_in) {
   const Settings& s = settings;
   const int64_t rows_q = packing.rows_q();
   const int64_t rows_k = packing.rows_k();
@@ -420,7 +430,7 @@ Problem::Problem(const Packing& packing_in, const Settings& settings_in) : packi
 ForwardParams Problem::forward_params() {
   ForwardParams params;
   params.dtype = settings.dtype;
-  params.shape = {packing.batch,     settings.num_heads, settings.num_kv_heads, packing.rows_q(),
+  params.shape = {packing.batch,    settings.num_heads, settings.num_kv_heads, packing.rows_q(),
                   packing.rows_k(), settings.head_dim,  settings.head_dim_v};
   params.documents.num_documents = static_cast<int64_t>(document_queries.size());
   params.documents.cu_seqlens_q = cu_seqlens_q.data();
@@ -469,15 +479,20 @@ BackwardParams Problem::backward_params() {
   return params;
 }
 
-void Problem::run_forward(Executor& executor) { forward_kernel = cpu::forward(forward_params(), executor); }
-void Problem::run_backward(Executor& executor) { backward_kernel = cpu::backward(backward_params(), executor); }
+void Problem::run_forward(Executor& executor) {
+  forward_kernel = cpu::forward(forward_params(), executor);
+}
+void Problem::run_backward(Executor& executor) {
+  backward_kernel = cpu::backward(backward_params(), executor);
+}
 
 double Problem::lse(int64_t index) const {
   const size_t n = static_cast<size_t>(index);
   return settings.dtype == ScalarType::kFloat64 ? lse_double[n] : static_cast<double>(lse_float[n]);
 }
 
-// The key row at which each query stands: that of the document's key of its rank, or counted on from the first or last.
+// The key row at which each query stands: that of the document's key of its rank, or counted on from the
+// first or last.
 void Problem::place_queries() {
   const int64_t rows_q = packing.rows_q();
   const int64_t rows_k = packing.rows_k();
@@ -542,7 +557,8 @@ const References& references(const Problem& problem) {
   if (found != known.end()) return found->second;
   Problem placed = problem;
   placed.place_queries();
-  return known.emplace(key, References{dense_oracle(placed, true), dense_math_path(placed, true)}).first->second;
+  return known.emplace(key, References{dense_oracle(placed, true), dense_math_path(placed, true)})
+      .first->second;
 }
 
 }  // namespace
@@ -555,7 +571,8 @@ void expect_forward_matches(const Problem& problem) {
   for (size_t n = 0; n < oracle.lse.size(); ++n) {
     const double got = problem.lse(static_cast<int64_t>(n));
     if (std::isinf(oracle.lse[n])) {
-      ASSERT_EQ(got, oracle.lse[n]) << "lse element " << n << "; " << describe(problem.packing, problem.settings);
+      ASSERT_EQ(got, oracle.lse[n]) << "lse element " << n << "; "
+                                    << describe(problem.packing, problem.settings);
     } else {
       const double eps = problem.settings.dtype == ScalarType::kFloat64 ? 1e-14 : 4e-6;
       ASSERT_NEAR(got, oracle.lse[n], eps * (1.0 + std::abs(oracle.lse[n])))

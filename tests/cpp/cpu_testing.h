@@ -1,7 +1,7 @@
 // What the kernel tests share: named packings, tensors with odd strides, a dense oracle, executors.
 //
-// The oracle knows documents only as ids (0 is padding) and compares every query row with every key row; it shares no
-// code with the kernels.
+// The oracle knows documents only as ids (0 is padding) and compares every query row with every key row; it
+// shares no code with the kernels.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +40,8 @@ struct Settings {
   double scale = 0.25;
   double dropout_p = 0.0;
   ScalarType dtype = ScalarType::kFloat32;
-  // 0 [B, H, S, D] contiguous; 1 [B, S, H, D]; 2 innermost stride 2; 3 one row of keys expanded over the heads
-  // (stride 0) and rows padded by 3 elements.
+  // 0 [B, H, S, D] contiguous; 1 [B, S, H, D]; 2 innermost stride 2; 3 one row of keys expanded over the
+  // heads (stride 0) and rows padded by 3 elements.
   int layout = 1;
   uint64_t data_seed = 1;
 };
@@ -52,7 +52,8 @@ std::string describe(const Packing& packing, const Settings& settings);
 class Tensor {
  public:
   Tensor() = default;
-  Tensor(ScalarType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t dim, int layout, bool expand_heads);
+  Tensor(ScalarType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t dim, int layout,
+         bool expand_heads);
   StridedTensor view() const;
   double get(int64_t b, int64_t h, int64_t i, int64_t d) const;
   void set(int64_t b, int64_t h, int64_t i, int64_t d, double value);  // rounds to the storage type
@@ -100,8 +101,8 @@ struct Problem {
 struct Dense {
   std::vector<double> out, lse, grad_query, grad_key, grad_value;
 };
-// In double without any rounding: the oracle. In float with every intermediate rounded to the problem's type: what
-// torch's math path does, whose error is the measure of ours.
+// In double without any rounding: the oracle. In float with every intermediate rounded to the problem's type:
+// what torch's math path does, whose error is the measure of ours.
 Dense dense_oracle(const Problem& problem, bool backward);
 Dense dense_math_path(const Problem& problem, bool backward);
 
@@ -112,7 +113,8 @@ void expect_backward_matches(const Problem& problem);
 // Runs bodies on this many std::threads (1: on the calling thread), or one after another.
 class ThreadExecutor final : public Executor {
  public:
-  explicit ThreadExecutor(int num_threads, bool serial = false) : num_threads_(num_threads), serial_(serial) {}
+  explicit ThreadExecutor(int num_threads, bool serial = false)
+      : num_threads_(num_threads), serial_(serial) {}
   int num_threads() const override { return num_threads_; }
   void run(void (*body)(void* context, int thread), void* context) override;
 

@@ -32,7 +32,8 @@ TEST(WorkItemsTest, EveryBlockOnceAndKeyBlocksInOrder) {
   std::mt19937_64 generator(3);
   for (int round = 0; round < 50; ++round) {
     std::vector<int64_t> lengths;
-    for (int d = 0; d < 30; ++d) lengths.push_back(static_cast<int64_t>(generator() % (d % 5 == 0 ? 900 : 60)));
+    for (int d = 0; d < 30; ++d)
+      lengths.push_back(static_cast<int64_t>(generator() % (d % 5 == 0 ? 900 : 60)));
     const std::vector<Document> documents = documents_of(lengths);
     const int64_t heads = 1 + static_cast<int64_t>(generator() % 5);
     const int64_t block = 1 + static_cast<int64_t>(generator() % 200);
@@ -47,7 +48,8 @@ TEST(WorkItemsTest, EveryBlockOnceAndKeyBlocksInOrder) {
       }
     }
     int64_t expected = 0;
-    for (const int64_t length : lengths) expected += std::max<int64_t>(1, (length + block - 1) / block) * heads;
+    for (const int64_t length : lengths)
+      expected += std::max<int64_t>(1, (length + block - 1) / block) * heads;
     EXPECT_EQ(static_cast<int64_t>(seen.size()), expected);
     for (const auto& [key, count] : seen) EXPECT_EQ(count, 1);
   }
@@ -92,7 +94,8 @@ TEST(DocumentsTest, QueriesOfAKeyAreThoseThatSeeIt) {
       const int64_t end = document.first_query_past(key);
       for (int64_t q = 0; q < document.num_queries; ++q) {
         const KeyRange range = document.visible_keys(q);
-        EXPECT_EQ(range.begin <= key && key < range.end, begin <= q && q < end) << round << " " << key << " " << q;
+        EXPECT_EQ(range.begin <= key && key < range.end, begin <= q && q < end)
+            << round << " " << key << " " << q;
       }
     }
     const RowRun seeing = seeing_queries(document);

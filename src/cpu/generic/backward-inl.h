@@ -1,14 +1,17 @@
 // Backward, one work item: for a block of keys of one document, all heads of a key/value head's group
 //   pack K, K^T and V once
-//   for each tile of stacked query rows that sees the block, last to first:  pack Q^T, Q, dO^T, dO; delta = rowsum(dO O)
-//     for each strip of keys:  S^T = K Q^T;  dP^T = V dO^T;  P^T = exp(scale S^T - lse);  dS^T = P^T (dP^T - delta)
+//   for each tile of stacked query rows that sees the block, last to first:  pack Q^T, Q, dO^T, dO; delta =
+//   rowsum(dO O)
+//     for each strip of keys:  S^T = K Q^T;  dP^T = V dO^T;  P^T = exp(scale S^T - lse);  dS^T = P^T (dP^T -
+//     delta)
 //                              dV += P^T dO;  dK += dS^T Q
 //     dQ^T = K^T dS^T, added to the document's dQ when the tile's turn has come
 //   dK *= scale.
-// Transposed scores (keys x queries) need no operand transposed but Q and dO; lse and delta lie along columns.
+// Transposed scores (keys x queries) need no operand transposed but Q and dO; lse and delta lie along
+// columns.
 //
-// All key blocks of a document walk the query tiles in the same direction (last to first), so neighbours that run at
-// the same time want a tile's dQ one after another without waiting long.
+// All key blocks of a document walk the query tiles in the same direction (last to first), so neighbours that
+// run at the same time want a tile's dQ one after another without waiting long.
 
 template <class E, typename T>
 struct BackwardBuffers {
@@ -16,8 +19,10 @@ struct BackwardBuffers {
   template <class Arena>
   BackwardBuffers(const TiledBackward& call, Arena* arena) {
     const AttentionShape& shape = call.params.shape;
-    keys = round_up(call.max_keys < call.block_size ? call.max_keys : call.block_size, E::kBackwardKeyPadding);
-    const int64_t queries = call.max_queries < call.queries_per_tile ? call.max_queries : call.queries_per_tile;
+    keys =
+        round_up(call.max_keys < call.block_size ? call.max_keys : call.block_size, E::kBackwardKeyPadding);
+    const int64_t queries =
+        call.max_queries < call.queries_per_tile ? call.max_queries : call.queries_per_tile;
     rows = round_up(queries * call.group, E::kBackwardRowPadding);
     strip_keys = keys < E::kBackwardKeys ? keys : E::kBackwardKeys;
     depth = round_up(shape.head_dim, kLanes * E::kPair);
@@ -89,7 +94,7 @@ struct BackwardBuffers {
 struct GradTile {
   int64_t first_query;
   int64_t num_queries;
-  int64_t num_rows;  // stacked
+  int64_t num_rows;   // stacked
   int64_t first_key;  // of the block
   int64_t key_begin;  // the block's keys that the tile sees, counted from the block's first
   int64_t key_end;
@@ -106,7 +111,8 @@ struct NextTile {
 };
 
 template <typename T>
-inline NextTile<T> next_tile(const TiledBackward& call, const Document& document, int64_t kv_head, int64_t tile) {
+inline NextTile<T> next_tile(const TiledBackward& call, const Document& document, int64_t kv_head,
+                             int64_t tile) {
   const AttentionShape& shape = call.params.shape;
   const int64_t first_query = tile * call.queries_per_tile;
   int64_t queries = document.num_queries - first_query;
@@ -128,12 +134,13 @@ PACKED_SDPA_INLINE float dot_rows(const T* a, const T* b, int64_t dim) {
 
 template <class E, typename T>
 PACKED_SDPA_PHASE void pack_query_tile(const TiledBackward& call, const Document& document, int64_t kv_head,
-                            const BackwardBuffers<E, T>& buffers, const GradTile& tile) {
+                                       const BackwardBuffers<E, T>& buffers, const GradTile& tile) {
   const AttentionShape& shape = call.params.shape;
   const int64_t first_row = tile.first_query * call.group;
   const int64_t words = buffers.depth / E::kPair;
   const int64_t words_v = buffers.depth_v / E::kPair;
-  const RowSource<T> query = query_source<T>(call.params.query, document, kv_head, call.group, shape.head_dim);
+  const RowSource<T> query =
+      query_source<T>(call.params.query, document, kv_head, call.group, shape.head_dim);
   const RowSource<T> out = query_source<T>(call.params.out, document, kv_head, call.group, shape.head_dim_v);
   const RowSource<T> grad_out =
       query_source<T>(call.params.grad_out, document, kv_head, call.group, shape.head_dim_v);
@@ -150,7 +157,8 @@ PACKED_SDPA_PHASE void pack_query_tile(const TiledBackward& call, const Document
   E::interleave_rows(buffers.q_rows, buffers.depth_v, padded, buffers.grad_out, buffers.q_layout(0));
 
   const float* lse = static_cast<const float*>(call.params.lse);
-  T* spare = buffers.spare + round_up(shape.head_dim > shape.head_dim_v ? shape.head_dim : shape.head_dim_v, 64);
+  T* spare =
+      buffers.spare + round_up(shape.head_dim > shape.head_dim_v ? shape.head_dim : shape.head_dim_v, 64);
   for (int64_t r = 0; r < kPrefetchRows && r < tile.num_rows; ++r) out.prefetch(first_row + r);
   for (int64_t q = 0; q < tile.num_queries; ++q) {
     const int64_t row = document.query_row(tile.first_query + q);
@@ -159,8 +167,9 @@ PACKED_SDPA_PHASE void pack_query_tile(const TiledBackward& call, const Document
       if (r + kPrefetchRows < tile.num_rows) out.prefetch(first_row + r + kPrefetchRows);
       buffers.delta[r] = dot_rows(out.read(first_row + r, buffers.spare), grad_out.read(first_row + r, spare),
                                   shape.head_dim_v);
-      buffers.lse[r] = static_cast<float>(E::kPair == 1 ? 1.0 : kLog2E) *
-                       lse[(document.batch * shape.num_heads + kv_head * call.group + g) * shape.rows_q + row];
+      buffers.lse[r] =
+          static_cast<float>(E::kPair == 1 ? 1.0 : kLog2E) *
+          lse[(document.batch * shape.num_heads + kv_head * call.group + g) * shape.rows_q + row];
     }
   }
   for (int64_t r = tile.num_rows; r < padded; ++r) {
@@ -172,21 +181,23 @@ PACKED_SDPA_PHASE void pack_query_tile(const TiledBackward& call, const Document
 // Dropout factors of keys [first, first + count) of the block, [key][stacked row].
 template <class E, typename T>
 inline void strip_factors(const TiledBackward& call, const Document& document, int64_t kv_head,
-                          const BackwardBuffers<E, T>& buffers, const GradTile& tile, int64_t first, int64_t count) {
+                          const BackwardBuffers<E, T>& buffers, const GradTile& tile, int64_t first,
+                          int64_t count) {
   for (int64_t r = 0; r < tile.num_rows; ++r) {
     const int64_t head = kv_head * call.group + r % call.group;
     const int64_t key = tile.first_key + first;
-    call.dropout_factors(document, head, tile.first_query + r / call.group, {key, key + count}, buffers.factor_row);
+    call.dropout_factors(document, head, tile.first_query + r / call.group, {key, key + count},
+                         buffers.factor_row);
     for (int64_t j = 0; j < count; ++j) buffers.factors[j * buffers.rows + r] = buffers.factor_row[j];
   }
 }
 
-// P^T and dS^T of `count` keys from `strip` on, from S^T and dP^T. dS^T gets zeros in every column of the tile that the
-// strip did not compute, because dQ^T sums over all of them.
+// P^T and dS^T of `count` keys from `strip` on, from S^T and dP^T. dS^T gets zeros in every column of the
+// tile that the strip did not compute, because dQ^T sums over all of them.
 template <class E, typename T, class ColumnSpan>
-PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuffers<E, T>& buffers, float c, int64_t strip,
-                        int64_t chunk, int64_t count, Span span, int64_t padded_rows, int64_t block_keys,
-                        const ColumnSpan& column_span) {
+PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuffers<E, T>& buffers, float c,
+                                   int64_t strip, int64_t chunk, int64_t count, Span span,
+                                   int64_t padded_rows, int64_t block_keys, const ColumnSpan& column_span) {
   using Elem = typename E::Elem;
   const int64_t rows = buffers.rows;
   const BLayout layout = buffers.grad_s_layout();
@@ -196,11 +207,13 @@ PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuff
     if (key < block_keys) column_span(key, key, &begin, &end);
     const int64_t local = (key - chunk) * rows;
     if (call.dropout.enabled()) {
-      grad_score_row<E::kPair == 1, true>(buffers.s + local, buffers.grad_p + local, buffers.lse, buffers.delta,
-                           buffers.factors + local, span.begin, span.end, begin, end, c, store);
+      grad_score_row<E::kPair == 1, true>(buffers.s + local, buffers.grad_p + local, buffers.lse,
+                                          buffers.delta, buffers.factors + local, span.begin, span.end, begin,
+                                          end, c, store);
     } else {
-      grad_score_row<E::kPair == 1, false>(buffers.s + local, buffers.grad_p + local, buffers.lse, buffers.delta, nullptr,
-                            span.begin, span.end, begin, end, c, store);
+      grad_score_row<E::kPair == 1, false>(buffers.s + local, buffers.grad_p + local, buffers.lse,
+                                           buffers.delta, nullptr, span.begin, span.end, begin, end, c,
+                                           store);
     }
   };
   for (int64_t key = strip; key < strip + count; key += E::kPair) {
@@ -263,7 +276,8 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
     next.query.prefetch_share(next.first_row, next.num_rows, part, parts);
     next.out.prefetch_share(next.first_row, next.num_rows, part, parts);
     next.grad_out.prefetch_share(next.first_row, next.num_rows, part, parts);
-    const int64_t chunk_end = strips_end - chunk < buffers.strip_keys ? strips_end : chunk + buffers.strip_keys;
+    const int64_t chunk_end =
+        strips_end - chunk < buffers.strip_keys ? strips_end : chunk + buffers.strip_keys;
     if (call.dropout.enabled()) {
       const int64_t real = block_keys < chunk_end ? block_keys : chunk_end;
       strip_factors<E, T>(call, document, kv_head, buffers, tile, chunk, real - chunk);
@@ -277,7 +291,8 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
         if (last < key) return Span{0, 0};
         column_span(key, last, &begin, &end);
         if (begin >= end) return Span{0, 0};
-        return Span{begin / E::kBackwardRowPadding * E::kBackwardRowPadding, round_up(end, E::kBackwardRowPadding)};
+        return Span{begin / E::kBackwardRowPadding * E::kBackwardRowPadding,
+                    round_up(end, E::kBackwardRowPadding)};
       };
       const Span span = span_of(strip);
       int64_t next = strip + E::kStrip;
@@ -318,8 +333,8 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
 // Rows of dQ^T out to the tensor: written, or added (float only, where dQ itself holds the running sum).
 template <class E, typename T>
 PACKED_SDPA_PHASE void write_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
-                             const BackwardBuffers<E, T>& buffers, const GradTile& tile, const float* transposed,
-                             bool add) {
+                                        const BackwardBuffers<E, T>& buffers, const GradTile& tile,
+                                        const float* transposed, bool add) {
   const StridedTensor& target = call.params.grad_query;
   const int64_t padded_rows = round_up(tile.num_rows, E::kBackwardRowPadding);
   transpose_matrix(transposed, buffers.depth, padded_rows, buffers.rows, buffers.grad_q, buffers.depth);
@@ -343,8 +358,8 @@ PACKED_SDPA_PHASE void write_grad_query(const TiledBackward& call, const Documen
 
 template <class E, typename T>
 PACKED_SDPA_PHASE void add_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
-                           const BackwardBuffers<E, T>& buffers, const GradTile& tile, GradQuerySum* sum,
-                           int64_t block) {
+                                      const BackwardBuffers<E, T>& buffers, const GradTile& tile,
+                                      GradQuerySum* sum, int64_t block) {
   if (sum == nullptr) {
     write_grad_query<E, T>(call, document, kv_head, buffers, tile, buffers.grad_q_transposed, false);
     return;
@@ -353,14 +368,16 @@ PACKED_SDPA_PHASE void add_grad_query(const TiledBackward& call, const Document&
   const GradQuerySum::Blocks blocks = sum->blocks(index);
   sum->wait_turn(index, block);
   if constexpr (sizeof(T) == sizeof(float)) {
-    write_grad_query<E, T>(call, document, kv_head, buffers, tile, buffers.grad_q_transposed, block != blocks.first);
+    write_grad_query<E, T>(call, document, kv_head, buffers, tile, buffers.grad_q_transposed,
+                           block != blocks.first);
   } else if (blocks.first == blocks.last) {
     write_grad_query<E, T>(call, document, kv_head, buffers, tile, buffers.grad_q_transposed, false);
   } else {
     float* sums = sum->sums(index);
     const int64_t count = buffers.depth * buffers.rows;
     if (block == blocks.first) {
-      for (int64_t i = 0; i < count; i += kLanes) vec_store(sums + i, vec_load(buffers.grad_q_transposed + i));
+      for (int64_t i = 0; i < count; i += kLanes)
+        vec_store(sums + i, vec_load(buffers.grad_q_transposed + i));
     } else {
       float* target = block == blocks.last ? buffers.grad_q_transposed : sums;
       for (int64_t i = 0; i < count; i += kLanes) {
@@ -376,7 +393,8 @@ PACKED_SDPA_PHASE void add_grad_query(const TiledBackward& call, const Document&
 
 template <class E, typename T>
 PACKED_SDPA_PHASE void pack_key_block(const TiledBackward& call, const Document& document, int64_t kv_head,
-                           const BackwardBuffers<E, T>& buffers, int64_t first_key, int64_t num_keys) {
+                                      const BackwardBuffers<E, T>& buffers, int64_t first_key,
+                                      int64_t num_keys) {
   const AttentionShape& shape = call.params.shape;
   const RowSource<T> key = key_source<T>(call.params.key, document, kv_head, shape.head_dim);
   const RowSource<T> value = key_source<T>(call.params.value, document, kv_head, shape.head_dim_v);
@@ -432,7 +450,8 @@ inline void backward_block(const TiledBackward& call, int32_t document_index, in
 
   const StridedTensor& target_k = call.params.grad_key;
   const StridedTensor& target_v = call.params.grad_value;
-  const Vec scale = vec_set(static_cast<float>(call.params.scale < 0 ? -call.params.scale : call.params.scale));
+  const Vec scale =
+      vec_set(static_cast<float>(call.params.scale < 0 ? -call.params.scale : call.params.scale));
   T* data_k = static_cast<T*>(target_k.data) + document.batch * target_k.stride_batch +
               kv_head * target_k.stride_head;
   T* data_v = static_cast<T*>(target_v.data) + document.batch * target_v.stride_batch +
@@ -461,16 +480,21 @@ void backward_item(void* context, int64_t index, Scratch& scratch) {
       const int64_t tiles = (document.num_queries + call.queries_per_tile - 1) / call.queries_per_tile;
       if (tiles > 0) next = next_tile<T>(call, document, item.first_kv_head + (n + 1) % heads, tiles - 1);
     }
-    backward_block<E, T>(call, item.first_document + n / heads, item.first_kv_head + n % heads, item.block, buffers,
-                         next);
+    backward_block<E, T>(call, item.first_document + n / heads, item.first_kv_head + n % heads, item.block,
+                         buffers, next);
   }
   E::end();
 }
 
 template <class E, typename T>
-void run_backward(const BackwardParams& params, Executor& executor) {
-  TiledBackward call(params, E::kBackwardItemKeys, E::kBackwardRows, sizeof(T) != sizeof(float));
+size_t backward_scratch(const TiledBackward& call) {
   ScratchSize size;
   const BackwardBuffers<E, T> sized(call, &size);
-  run_work_items(executor, static_cast<int64_t>(call.items.size()), size.bytes(), &backward_item<E, T>, &call);
+  return size.bytes();
+}
+
+template <class E, typename T>
+void run_backward(const BackwardParams& params, Executor& executor) {
+  run_tiled_backward(params, executor, E::kBackwardItemKeys, E::kBackwardRows, sizeof(T) != sizeof(float),
+                     &backward_scratch<E, T>, &backward_item<E, T>);
 }

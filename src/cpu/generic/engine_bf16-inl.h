@@ -1,4 +1,5 @@
-// bfloat16 operands in pairs: what VDPBF16PS and the AMX tile product take. A word is two elements of neighbouring k.
+// bfloat16 operands in pairs: what VDPBF16PS and the AMX tile product take. A word is two elements of
+// neighbouring k.
 //
 // Gemm gives the product, the strips and paddings that it wants, and the tile sizes.
 template <class Gemm>
@@ -9,17 +10,19 @@ struct EngineBf16 : Gemm {
   static inline void negate(BFloat16* data, int64_t count) {
     for (int64_t i = 0; i < count; ++i) data[i].bits = static_cast<uint16_t>(data[i].bits ^ 0x8000u);
   }
-  static inline void gemm(int64_t m, int64_t n_begin, int64_t n_end, int64_t k, const BFloat16* a, int64_t lda,
-                          const float* b, BLayout layout, float* c, int64_t ldc, bool accumulate) {
-    Gemm::multiply(m, n_begin, n_end, k / kPair, reinterpret_cast<const float*>(a), lda / kPair, b, layout, c, ldc,
-                   accumulate);
+  static inline void gemm(int64_t m, int64_t n_begin, int64_t n_end, int64_t k, const BFloat16* a,
+                          int64_t lda, const float* b, BLayout layout, float* c, int64_t ldc,
+                          bool accumulate) {
+    Gemm::multiply(m, n_begin, n_end, k / kPair, reinterpret_cast<const float*>(a), lda / kPair, b, layout, c,
+                   ldc, accumulate);
   }
   static PACKED_SDPA_INLINE void interleave(const BFloat16* low, const BFloat16* high, float* words) {
     interleave_words(low, high, words);
   }
   // Rows of a tensor as a B operand whose k runs over them, two rows to a word; zero rows up to `padded`.
-  static PACKED_SDPA_PHASE void pack_b(const RowSource<BFloat16>& source, int64_t first, int64_t count, int64_t padded,
-                            int64_t width, float* target, BLayout layout, BFloat16* spare) {
+  static PACKED_SDPA_PHASE void pack_b(const RowSource<BFloat16>& source, int64_t first, int64_t count,
+                                       int64_t padded, int64_t width, float* target, BLayout layout,
+                                       BFloat16* spare) {
     BFloat16* other_spare = spare + round_up(source.dim, 64);
     for (int64_t r = 0; r < padded; r += 2) {
       float* words = target + r / 2 * layout.row_stride;
@@ -44,8 +47,8 @@ struct EngineBf16 : Gemm {
       }
     }
   }
-  static PACKED_SDPA_PHASE void interleave_rows(const BFloat16* rows, int64_t width, int64_t count, float* target,
-                                     BLayout layout) {
+  static PACKED_SDPA_PHASE void interleave_rows(const BFloat16* rows, int64_t width, int64_t count,
+                                                float* target, BLayout layout) {
     for (int64_t r = 0; r < count; r += 2) {
       float* words = target + r / 2 * layout.row_stride;
       for (int64_t c = 0; c < width; c += kLanes) {
@@ -54,9 +57,10 @@ struct EngineBf16 : Gemm {
       }
     }
   }
-  // [count][width] to [width][count], `target_stride` elements a row: pairs of rows to words, words transposed.
-  static PACKED_SDPA_PHASE void transpose_rows(const BFloat16* rows, int64_t count, int64_t width, BFloat16* target,
-                                    int64_t target_stride, float* pairs) {
+  // [count][width] to [width][count], `target_stride` elements a row: pairs of rows to words, words
+  // transposed.
+  static PACKED_SDPA_PHASE void transpose_rows(const BFloat16* rows, int64_t count, int64_t width,
+                                               BFloat16* target, int64_t target_stride, float* pairs) {
     for (int64_t r = 0; r < count; r += 2) {
       for (int64_t c = 0; c < width; c += kLanes) {
         interleave_words(rows + r * width + c, rows + (r + 1) * width + c, pairs + r / 2 * width + c);

@@ -1,8 +1,8 @@
 // Float operands: every element type is converted to float when it is packed.
 //
-// Tile sizes, in stacked rows and keys, at D 128 in floats: forward keeps 64 keys of K^T and V (2 x 32 kB) under 96 rows
-// of scores (24 kB), an item's Q and O (512 rows, 2 x 256 kB) in L2. Backward keeps a block of keys (K, K^T, V, dK, dV:
-// 5 x 128 kB at 256 keys) in L2 while query tiles of 64 rows (4 x 32 kB) pass.
+// Tile sizes, in stacked rows and keys, at D 128 in floats: forward keeps 64 keys of K^T and V (2 x 32 kB)
+// under 96 rows of scores (24 kB), an item's Q and O (512 rows, 2 x 256 kB) in L2. Backward keeps a block of
+// keys (K, K^T, V, dK, dV: 5 x 128 kB at 256 keys) in L2 while query tiles of 64 rows (4 x 32 kB) pass.
 struct EngineF32 {
   using Elem = float;
   static constexpr int64_t kPair = 1;
@@ -32,8 +32,9 @@ struct EngineF32 {
   }
   // Rows of a tensor as a B operand whose k runs over them; zero rows up to `padded`.
   template <typename T>
-  static PACKED_SDPA_PHASE void pack_b(const RowSource<T>& source, int64_t first, int64_t count, int64_t padded, int64_t width,
-                            float* target, BLayout layout, T* spare) {
+  static PACKED_SDPA_PHASE void pack_b(const RowSource<T>& source, int64_t first, int64_t count,
+                                       int64_t padded, int64_t width, float* target, BLayout layout,
+                                       T* spare) {
     for (int64_t r = 0; r < padded; ++r) {
       const T* row = r < count ? source.read(first + r, spare) : nullptr;
       for (int64_t c = 0; c < width; c += kLanes) {
@@ -47,7 +48,8 @@ struct EngineF32 {
       }
     }
   }
-  static inline void interleave_rows(const float* rows, int64_t width, int64_t count, float* target, BLayout layout) {
+  static inline void interleave_rows(const float* rows, int64_t width, int64_t count, float* target,
+                                     BLayout layout) {
     rows_to_b(rows, width, count, width, target, layout);
   }
   static inline void transpose_rows(const float* rows, int64_t count, int64_t width, float* target,

@@ -1,5 +1,6 @@
-// 2^x for a vector: x = n + f with n = floor(x), f in [0, 1); 2^f by a polynomial of degree 5 whose constant is exactly
-// 1 (so 2^0 is exactly 1), fitted for the least relative error: 8.2e-8. 2^-inf is 0, NaN stays NaN.
+// 2^x for a vector: x = n + f with n = floor(x), f in [0, 1); 2^f by a polynomial of degree 5 whose constant
+// is exactly 1 (so 2^0 is exactly 1), fitted for the least relative error: 8.2e-8. 2^-inf is 0, NaN stays
+// NaN.
 
 PACKED_SDPA_INLINE Vec vec_exp2(Vec x) {
   const Vec f = vec_fraction(x);

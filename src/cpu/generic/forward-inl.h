@@ -1,10 +1,11 @@
 // Forward, one work item: for a block of queries of one document and all heads of a key/value head's group
 //   for each tile of keys:  pack K^T and V once
-//     for each tile of stacked rows:  S = Q K^T;  P = softmax rows of S, O and l rescaled where needed;  O += P V
+//     for each tile of stacked rows:  S = Q K^T;  P = softmax rows of S, O and l rescaled where needed;  O +=
+//     P V
 //   out = O / l,  lse = c r ln 2 + ln l.
 //
-// An engine E gives the operand type, the GEMM and the sizes. Strips of E::kStrip rows are computed only between the
-// first key that its first row sees and the last key that its last row sees.
+// An engine E gives the operand type, the GEMM and the sizes. Strips of E::kStrip rows are computed only
+// between the first key that its first row sees and the last key that its last row sees.
 
 template <class E, typename T>
 struct ForwardBuffers {
@@ -51,7 +52,8 @@ struct ForwardBuffers {
   float* factors;
 };
 
-// The part of a key tile that a strip of stacked rows computes, rounded out to the engine's steps; empty: begin == end.
+// The part of a key tile that a strip of stacked rows computes, rounded out to the engine's steps; empty:
+// begin == end.
 struct Span {
   int64_t begin;
   int64_t end;
@@ -76,15 +78,16 @@ PACKED_SDPA_INLINE Span strip_span(const TiledForward& call, const ForwardBuffer
   return round_span<E>(buffers.begin[query] - first_key, buffers.end[last_query] - first_key, num_keys);
 }
 
-// Scores to weights for `count` rows from `row` on, which lie `strip` rows into the tile. `background` does its share of
-// products between the rows.
+// Scores to weights for `count` rows from `row` on, which lie `strip` rows into the tile. `background` does
+// its share of products between the rows.
 template <class E, typename T, class Background>
 PACKED_SDPA_PHASE void softmax_rows(const TiledForward& call, const Document& document, int64_t kv_head,
                                     const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t row,
-                                    int64_t strip, int64_t count, Span span, int64_t first_key, int64_t num_keys,
-                                    Background* background) {
+                                    int64_t strip, int64_t count, Span span, int64_t first_key,
+                                    int64_t num_keys, Background* background) {
   const int32_t group = static_cast<int32_t>(call.group);
-  const float c = static_cast<float>((call.params.scale < 0 ? -call.params.scale : call.params.scale) * kLog2E);
+  const float c =
+      static_cast<float>((call.params.scale < 0 ? -call.params.scale : call.params.scale) * kLog2E);
   float* s = buffers.s + strip * buffers.keys;
   typename E::Elem* p = buffers.p + strip * buffers.keys;
   for (int64_t r = 0; r < count; ++r) {
@@ -100,11 +103,13 @@ PACKED_SDPA_PHASE void softmax_rows(const TiledForward& call, const Document& do
       for (int64_t j = 0; j < buffers.keys; ++j) buffers.factors[j] = 0.0f;
       call.dropout_factors(document, head, first_query + query, {first_key + begin, first_key + end},
                            buffers.factors + begin);
-      softmax_row<E::kPair == 1, true>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c,
-                        buffers.factors, buffers.reference + row + r, buffers.sum + row + r, out, buffers.width);
+      softmax_row<E::kPair == 1, true>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end,
+                                       begin, end, c, buffers.factors, buffers.reference + row + r,
+                                       buffers.sum + row + r, out, buffers.width);
     } else {
-      softmax_row<E::kPair == 1, false>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end, begin, end, c, nullptr,
-                         buffers.reference + row + r, buffers.sum + row + r, out, buffers.width);
+      softmax_row<E::kPair == 1, false>(s + r * buffers.keys, p + r * buffers.keys, span.begin, span.end,
+                                        begin, end, c, nullptr, buffers.reference + row + r,
+                                        buffers.sum + row + r, out, buffers.width);
     }
   }
 }
@@ -115,8 +120,8 @@ struct NoBackground {
 
 template <class E, typename T>
 inline void forward_tile(const TiledForward& call, const Document& document, int64_t kv_head,
-                         const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t first_row, int64_t num_rows,
-                         int64_t first_key, int64_t num_keys) {
+                         const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t first_row,
+                         int64_t num_rows, int64_t first_key, int64_t num_keys) {
   using Elem = typename E::Elem;
   const int64_t depth = round_up(call.params.shape.head_dim, E::kDepthStep);
   const BLayout k_layout = {kPanel, buffers.depth / E::kPair * kPanel};
@@ -139,13 +144,13 @@ inline void forward_tile(const TiledForward& call, const Document& document, int
       const int64_t row = first_row + strip;
       float* s = buffers.s + strip * buffers.keys;
       Elem* p = buffers.p + strip * buffers.keys;
-      E::gemm(count, span.begin, span.end, depth, buffers.q + row * buffers.depth, buffers.depth, buffers.k, k_layout,
-              s, buffers.keys, false);
-      softmax_rows<E, T>(call, document, kv_head, buffers, first_query, row, strip, count, span, first_key, num_keys,
-                         &none);
+      E::gemm(count, span.begin, span.end, depth, buffers.q + row * buffers.depth, buffers.depth, buffers.k,
+              k_layout, s, buffers.keys, false);
+      softmax_rows<E, T>(call, document, kv_head, buffers, first_query, row, strip, count, span, first_key,
+                         num_keys, &none);
       E::gemm(count, 0, buffers.width, span.end - span.begin, p + span.begin, buffers.keys,
-              buffers.v + span.begin / E::kPair * kPanel, v_layout, buffers.out + row * buffers.width, buffers.width,
-              true);
+              buffers.v + span.begin / E::kPair * kPanel, v_layout, buffers.out + row * buffers.width,
+              buffers.width, true);
     }
     strip = next;
   }
@@ -154,7 +159,8 @@ inline void forward_tile(const TiledForward& call, const Document& document, int
 // out = O / l and lse of a block's rows.
 template <class E, typename T>
 PACKED_SDPA_PHASE void write_block(const TiledForward& call, const Document& document, int64_t kv_head,
-                                   const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t num_queries) {
+                                   const ForwardBuffers<E, T>& buffers, int64_t first_query,
+                                   int64_t num_queries) {
   const AttentionShape& shape = call.params.shape;
   const StridedTensor& target = call.params.out;
   const float abs_scale = static_cast<float>(call.params.scale < 0 ? -call.params.scale : call.params.scale);
@@ -164,20 +170,20 @@ PACKED_SDPA_PHASE void write_block(const TiledForward& call, const Document& doc
     for (int64_t g = 0; g < call.group; ++g) {
       const int64_t r = q * call.group + g;
       const int64_t head = kv_head * call.group + g;
-      T* out = static_cast<T*>(target.data) + document.batch * target.stride_batch + head * target.stride_head +
-               row * target.stride_row;
+      T* out = static_cast<T*>(target.data) + document.batch * target.stride_batch +
+               head * target.stride_head + row * target.stride_row;
       const bool sees = buffers.begin[q] < buffers.end[q];
-      write_row(buffers.out + r * buffers.width, vec_set(sees ? 1.0f / buffers.sum[r] : 0.0f), shape.head_dim_v, out,
-                target.stride_dim);
+      write_row(buffers.out + r * buffers.width, vec_set(sees ? 1.0f / buffers.sum[r] : 0.0f),
+                shape.head_dim_v, out, target.stride_dim);
       lse[(document.batch * shape.num_heads + head) * shape.rows_q + row] =
           sees ? abs_scale * buffers.reference[r] + __builtin_logf(buffers.sum[r]) : -__builtin_inff();
     }
   }
 }
 
-// All rows of a block against a key tile, with the products in the background: while the softmax of one group of rows
-// runs on the vector unit, the scores of the next group and the O += P V of the last one run on the tile unit. A group is
-// at most a tile of rows with one span.
+// All rows of a block against a key tile, with the products in the background: while the softmax of one group
+// of rows runs on the vector unit, the scores of the next group and the O += P V of the last one run on the
+// tile unit. A group is at most a tile of rows with one span.
 template <class E, typename T, class Prefetch>
 inline void forward_overlapped(const TiledForward& call, const Document& document, int64_t kv_head,
                                const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t num_rows,
@@ -208,8 +214,9 @@ inline void forward_overlapped(const TiledForward& call, const Document& documen
   };
   typename E::Background background;
   const auto add_scores = [&](const Group& group, int64_t slot) {
-    background.add(group.count, group.span.begin, group.span.end, depth, buffers.q + group.row * buffers.depth,
-                   buffers.depth, buffers.k, k_layout, buffers.s + slot * slot_size, buffers.keys, false);
+    background.add(group.count, group.span.begin, group.span.end, depth,
+                   buffers.q + group.row * buffers.depth, buffers.depth, buffers.k, k_layout,
+                   buffers.s + slot * slot_size, buffers.keys, false);
   };
   const auto add_output = [&](const Group& group, int64_t slot) {
     background.add(group.count, 0, buffers.width, group.span.end - group.span.begin,
@@ -229,8 +236,8 @@ inline void forward_overlapped(const TiledForward& call, const Document& documen
     const Group next = find_group(group.row + group.count);
     if (last.count > 0) add_output(last, 1 - slot);
     if (next.count > 0) add_scores(next, 1 - slot);
-    softmax_rows<E, T>(call, document, kv_head, buffers, first_query, group.row, slot * buffers.tile_rows, group.count,
-                       group.span, first_key, num_keys, &background);
+    softmax_rows<E, T>(call, document, kv_head, buffers, first_query, group.row, slot * buffers.tile_rows,
+                       group.count, group.span, first_key, num_keys, &background);
     background.finish();
     last = group;
     group = next;
@@ -276,7 +283,8 @@ inline void forward_block(const TiledForward& call, const Document& document, in
     buffers.begin[q] = static_cast<int32_t>(range.begin);
     buffers.end[q] = static_cast<int32_t>(range.end);
   }
-  const RowSource<T> query = query_source<T>(call.params.query, document, kv_head, call.group, shape.head_dim);
+  const RowSource<T> query =
+      query_source<T>(call.params.query, document, kv_head, call.group, shape.head_dim);
   const RowSource<T> key = key_source<T>(call.params.key, document, kv_head, shape.head_dim);
   const RowSource<T> value = key_source<T>(call.params.value, document, kv_head, shape.head_dim_v);
   pack_rows(query, first_query * call.group, num_rows, num_rows, buffers.q, buffers.depth, buffers.spare);
@@ -294,7 +302,8 @@ inline void forward_block(const TiledForward& call, const Document& document, in
   for (int64_t first_key = keys_begin; first_key < keys_end; first_key += buffers.keys) {
     const int64_t num_keys = keys_end - first_key < buffers.keys ? keys_end - first_key : buffers.keys;
     const int64_t padded = round_up(num_keys, E::kKeyPadding);
-    pack_rows(key, first_key, num_keys, round_up(padded, kLanes), buffers.key_rows, buffers.depth, buffers.spare);
+    pack_rows(key, first_key, num_keys, round_up(padded, kLanes), buffers.key_rows, buffers.depth,
+              buffers.spare);
     transpose_to_b(reinterpret_cast<const float*>(buffers.key_rows), buffers.depth / E::kPair,
                    buffers.depth / E::kPair, round_up(padded, kLanes), buffers.k, k_layout);
     E::pack_b(value, first_key, num_keys, padded, buffers.width, buffers.v, v_layout, buffers.spare);
@@ -312,13 +321,13 @@ inline void forward_block(const TiledForward& call, const Document& document, in
       }
     };
     if constexpr (E::kOverlap) {
-      forward_overlapped<E, T>(
-          call, document, kv_head, buffers, first_query, num_rows, first_key, num_keys,
-          [&](int64_t row, int64_t count) {  // shares in strips of rows
-            for (int64_t r = row / E::kStrip; r < (row + count + E::kStrip - 1) / E::kStrip; ++r) {
-              prefetch_next(r, (num_rows + E::kStrip - 1) / E::kStrip);
-            }
-          });
+      forward_overlapped<E, T>(call, document, kv_head, buffers, first_query, num_rows, first_key, num_keys,
+                               [&](int64_t row, int64_t count) {  // shares in strips of rows
+                                 for (int64_t r = row / E::kStrip;
+                                      r < (row + count + E::kStrip - 1) / E::kStrip; ++r) {
+                                   prefetch_next(r, (num_rows + E::kStrip - 1) / E::kStrip);
+                                 }
+                               });
       continue;
     }
     for (int64_t row = 0; row < num_rows; row += buffers.tile_rows) {
@@ -326,7 +335,8 @@ inline void forward_block(const TiledForward& call, const Document& document, in
       const int64_t count = num_rows - row < buffers.tile_rows ? num_rows - row : buffers.tile_rows;
       const int64_t query_begin = row / call.group;
       const int64_t query_last = (row + count - 1) / call.group;
-      if (buffers.begin[query_begin] >= first_key + num_keys || buffers.end[query_last] <= first_key) continue;
+      if (buffers.begin[query_begin] >= first_key + num_keys || buffers.end[query_last] <= first_key)
+        continue;
       forward_tile<E, T>(call, document, kv_head, buffers, first_query, row, count, first_key, num_keys);
     }
   }
@@ -343,20 +353,22 @@ void forward_item(void* context, int64_t index, Scratch& scratch) {
   const int32_t blocks = (item.last_document - item.first_document) * heads;
   for (int32_t n = 0; n < blocks; ++n) {
     const Document& document = call.documents[static_cast<size_t>(item.first_document + n / heads)];
-    const NextRows<T> next = n + 1 < blocks
-                                 ? next_rows<E, T>(call, item.first_document + (n + 1) / heads,
-                                                   item.first_kv_head + (n + 1) % heads)
-                                 : NextRows<T>{};
+    const NextRows<T> next = n + 1 < blocks ? next_rows<E, T>(call, item.first_document + (n + 1) / heads,
+                                                              item.first_kv_head + (n + 1) % heads)
+                                            : NextRows<T>{};
     forward_block<E, T>(call, document, item.first_kv_head + n % heads, item.block, buffers, next);
   }
   E::end();
 }
 
 template <class E, typename T>
-void run_forward(const ForwardParams& params, Executor& executor) {
-  const int64_t group = params.shape.num_heads / params.shape.num_kv_heads;
-  TiledForward call(params, E::kForwardItemRows > group ? E::kForwardItemRows / group : 1);
+size_t forward_scratch(const TiledForward& call) {
   ScratchSize size;
   const ForwardBuffers<E, T> sized(call, &size);
-  run_work_items(executor, static_cast<int64_t>(call.items.size()), size.bytes(), &forward_item<E, T>, &call);
+  return size.bytes();
+}
+
+template <class E, typename T>
+void run_forward(const ForwardParams& params, Executor& executor) {
+  run_tiled_forward(params, executor, E::kForwardItemRows, &forward_scratch<E, T>, &forward_item<E, T>);
 }

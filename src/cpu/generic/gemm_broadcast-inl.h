@@ -1,12 +1,13 @@
-// C[m x n] (+)= A[m x k] B[k x n] with C in registers: a block of kMicroRows x (kMicroVecs * kLanes) of C, per step of
-// k one word of A broadcast per row, kMicroVecs vectors of B, kMicroRows * kMicroVecs multiply-adds.
+// C[m x n] (+)= A[m x k] B[k x n] with C in registers: a block of kMicroRows x (kMicroVecs * kLanes) of C,
+// per step of k one word of A broadcast per row, kMicroVecs vectors of B, kMicroRows * kMicroVecs
+// multiply-adds.
 //
-// Words are 32 bits: one float, or two bfloat16 of neighbouring k (for VDPBF16PS). A is row-major with `lda` words a
-// row. B holds word (k, n) at b + (n / kPanel) * panel_stride + k * row_stride + n % kPanel: panels of kPanel columns,
-// so that a block streams through memory in order. C is row-major float.
+// Words are 32 bits: one float, or two bfloat16 of neighbouring k (for VDPBF16PS). A is row-major with `lda`
+// words a row. B holds word (k, n) at b + (n / kPanel) * panel_stride + k * row_stride + n % kPanel: panels
+// of kPanel columns, so that a block streams through memory in order. C is row-major float.
 //
-// AVX-512: 6 x 64 is 24 accumulators + 4 of B + 1 of A of 32 registers, 10 loads for 24 multiply-adds (12 cycles on two
-// ports). AVX2: 6 x 16 is 12 + 2 + 1 of 16.
+// AVX-512: 6 x 64 is 24 accumulators + 4 of B + 1 of A of 32 registers, 10 loads for 24 multiply-adds (12
+// cycles on two ports). AVX2: 6 x 16 is 12 + 2 + 1 of 16.
 
 // Where a packed B operand lies; strides in words.
 struct BLayout {
@@ -15,13 +16,14 @@ struct BLayout {
 };
 
 template <class Op, int64_t kRows, int64_t kVecs>
-PACKED_SDPA_INLINE void micro_kernel(int64_t words, const float* a, int64_t lda, const float* b, int64_t row_stride,
-                                     float* c, int64_t ldc, bool accumulate) {
+PACKED_SDPA_INLINE void micro_kernel(int64_t words, const float* a, int64_t lda, const float* b,
+                                     int64_t row_stride, float* c, int64_t ldc, bool accumulate) {
   Vec acc[kRows][kVecs];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int64_t v = 0; v < kVecs; ++v) acc[i][v] = accumulate ? vec_load(c + i * ldc + v * kLanes) : vec_zero();
+    for (int64_t v = 0; v < kVecs; ++v)
+      acc[i][v] = accumulate ? vec_load(c + i * ldc + v * kLanes) : vec_zero();
   }
   for (int64_t k = 0; k < words; ++k) {
     Vec row[kVecs];
@@ -43,8 +45,8 @@ PACKED_SDPA_INLINE void micro_kernel(int64_t words, const float* a, int64_t lda,
 
 // Rows left over after the blocks of kMicroRows.
 template <class Op, int64_t kRows, int64_t kVecs>
-inline void micro_rows(int64_t m, int64_t words, const float* a, int64_t lda, const float* b, int64_t row_stride,
-                       float* c, int64_t ldc, bool accumulate) {
+inline void micro_rows(int64_t m, int64_t words, const float* a, int64_t lda, const float* b,
+                       int64_t row_stride, float* c, int64_t ldc, bool accumulate) {
   if (m == kRows) {
     micro_kernel<Op, kRows, kVecs>(words, a, lda, b, row_stride, c, ldc, accumulate);
   } else if constexpr (kRows > 1) {
@@ -53,8 +55,8 @@ inline void micro_rows(int64_t m, int64_t words, const float* a, int64_t lda, co
 }
 
 template <class Op, int64_t kVecs>
-inline void micro_columns(int64_t m, int64_t words, const float* a, int64_t lda, const float* b, int64_t row_stride,
-                          float* c, int64_t ldc, bool accumulate) {
+inline void micro_columns(int64_t m, int64_t words, const float* a, int64_t lda, const float* b,
+                          int64_t row_stride, float* c, int64_t ldc, bool accumulate) {
   while (m >= kMicroRows) {
     micro_kernel<Op, kMicroRows, kVecs>(words, a, lda, b, row_stride, c, ldc, accumulate);
     a += kMicroRows * lda;
@@ -68,8 +70,9 @@ inline void micro_columns(int64_t m, int64_t words, const float* a, int64_t lda,
 
 // Columns [n_begin, n_end) of C; both multiples of kLanes. `c` points at column 0.
 template <class Op>
-inline void gemm_broadcast(int64_t m, int64_t n_begin, int64_t n_end, int64_t words, const float* a, int64_t lda,
-                           const float* b, BLayout layout, float* c, int64_t ldc, bool accumulate) {
+inline void gemm_broadcast(int64_t m, int64_t n_begin, int64_t n_end, int64_t words, const float* a,
+                           int64_t lda, const float* b, BLayout layout, float* c, int64_t ldc,
+                           bool accumulate) {
   for (int64_t n = n_begin; n < n_end;) {
     const int64_t in_panel = n % kPanel;
     int64_t width = kPanel - in_panel;

@@ -19,8 +19,9 @@ struct DotBf16 {
 
   static PACKED_SDPA_INLINE void begin() {}
   static PACKED_SDPA_INLINE void end() {}
-  static inline void multiply(int64_t m, int64_t n_begin, int64_t n_end, int64_t words, const float* a, int64_t lda,
-                              const float* b, BLayout layout, float* c, int64_t ldc, bool accumulate) {
+  static inline void multiply(int64_t m, int64_t n_begin, int64_t n_end, int64_t words, const float* a,
+                              int64_t lda, const float* b, BLayout layout, float* c, int64_t ldc,
+                              bool accumulate) {
     gemm_broadcast<DotBf16>(m, n_begin, n_end, words, a, lda, b, layout, c, ldc, accumulate);
   }
 };

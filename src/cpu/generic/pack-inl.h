@@ -1,8 +1,9 @@
-// From tensors of any strides into the operands of the tile GEMMs, a tile at a time. Elem is the operand type (float,
-// or BFloat16 in pairs), T the tensor's. Everything past the real rows and columns is written as zeros, because a
-// padded element meets a real one in a product.
+// From tensors of any strides into the operands of the tile GEMMs, a tile at a time. Elem is the operand type
+// (float, or BFloat16 in pairs), T the tensor's. Everything past the real rows and columns is written as
+// zeros, because a padded element meets a real one in a product.
 
-// How many rows ahead packing asks for: far enough for a miss to memory, few enough for the core's miss buffers.
+// How many rows ahead packing asks for: far enough for a miss to memory, few enough for the core's miss
+// buffers.
 constexpr int64_t kPrefetchRows = 12;
 
 // The rows of one document: keys of a head (group 1), or queries stacked with the heads of their group.
@@ -23,15 +24,15 @@ struct RowSource {
     const int64_t row = (rows != nullptr ? int64_t{rows[rank]} : int64_t{rank}) + first_row;
     return row * stride_row + head * stride_head;
   }
-  // Asks for a row that will be read soon. Rows of one head lie a page or so apart in the usual [B, S, H, D] layout,
-  // which the hardware does not foresee.
+  // Asks for a row that will be read soon. Rows of one head lie a page or so apart in the usual [B, S, H, D]
+  // layout, which the hardware does not foresee.
   PACKED_SDPA_INLINE void prefetch(int64_t stacked) const {
     const char* source = reinterpret_cast<const char*>(data + offset(stacked));
     const int64_t bytes = stride_dim == 1 ? dim * static_cast<int64_t>(sizeof(T)) : 1;
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(source + b);
   }
-  // The `part`-th of `parts` shares of rows [first, first + count), into the second-level cache: called between the
-  // tiles of one block, so that the next block's rows come in under the arithmetic of this one.
+  // The `part`-th of `parts` shares of rows [first, first + count), into the second-level cache: called
+  // between the tiles of one block, so that the next block's rows come in under the arithmetic of this one.
   PACKED_SDPA_INLINE void prefetch_share(int64_t first, int64_t count, int64_t part, int64_t parts) const {
     const int64_t bytes = stride_dim == 1 ? dim * static_cast<int64_t>(sizeof(T)) : 1;
     for (int64_t r = count * part / parts; r < count * (part + 1) / parts; ++r) {
@@ -49,8 +50,8 @@ struct RowSource {
 };
 
 template <typename T>
-inline RowSource<T> query_source(const StridedTensor& tensor, const Document& document, int64_t kv_head, int64_t group,
-                                 int64_t dim) {
+inline RowSource<T> query_source(const StridedTensor& tensor, const Document& document, int64_t kv_head,
+                                 int64_t group, int64_t dim) {
   const bool gathered = document.query_rows != nullptr;
   return {static_cast<const T*>(tensor.data) + document.batch * tensor.stride_batch +
               kv_head * group * tensor.stride_head,
@@ -64,9 +65,11 @@ inline RowSource<T> query_source(const StridedTensor& tensor, const Document& do
 }
 
 template <typename T>
-inline RowSource<T> key_source(const StridedTensor& tensor, const Document& document, int64_t kv_head, int64_t dim) {
+inline RowSource<T> key_source(const StridedTensor& tensor, const Document& document, int64_t kv_head,
+                               int64_t dim) {
   const bool gathered = document.key_rows != nullptr;
-  return {static_cast<const T*>(tensor.data) + document.batch * tensor.stride_batch + kv_head * tensor.stride_head,
+  return {static_cast<const T*>(tensor.data) + document.batch * tensor.stride_batch +
+              kv_head * tensor.stride_head,
           tensor.stride_row,
           0,
           tensor.stride_dim,
@@ -101,8 +104,8 @@ PACKED_SDPA_INLINE void convert_row(const BFloat16* source, int64_t dim, BFloat1
 
 // Rows [first, first + count) as an A operand [rows][width], zero rows up to `padded`.
 template <typename T, typename Elem>
-PACKED_SDPA_PHASE void pack_rows(const RowSource<T>& source, int64_t first, int64_t count, int64_t padded, Elem* target,
-                      int64_t width, T* spare) {
+PACKED_SDPA_PHASE void pack_rows(const RowSource<T>& source, int64_t first, int64_t count, int64_t padded,
+                                 Elem* target, int64_t width, T* spare) {
   for (int64_t r = 0; r < kPrefetchRows && r < count; ++r) source.prefetch(first + r);
   for (int64_t r = 0; r < count; ++r) {
     if (r + kPrefetchRows < count) source.prefetch(first + r + kPrefetchRows);
@@ -112,8 +115,8 @@ PACKED_SDPA_PHASE void pack_rows(const RowSource<T>& source, int64_t first, int6
 }
 
 // Transposed B operand from rows [n][words] (`n` and `words` multiples of kLanes): word (k, n) = rows[n][k].
-PACKED_SDPA_PHASE void transpose_to_b(const float* rows, int64_t words, int64_t row_words, int64_t n, float* target,
-                           BLayout layout) {
+PACKED_SDPA_PHASE void transpose_to_b(const float* rows, int64_t words, int64_t row_words, int64_t n,
+                                      float* target, BLayout layout) {
   for (int64_t column = 0; column < n; column += kLanes) {
     float* panel = target + column / kPanel * layout.panel_stride + column % kPanel;
     for (int64_t word = 0; word < words; word += kLanes) {
@@ -124,18 +127,19 @@ PACKED_SDPA_PHASE void transpose_to_b(const float* rows, int64_t words, int64_t 
 }
 
 // Plain transpose of words, [rows][columns] to [columns][rows]; sizes multiples of kLanes.
-PACKED_SDPA_PHASE void transpose_matrix(const float* source, int64_t rows, int64_t columns, int64_t source_stride, float* target,
-                             int64_t target_stride) {
+PACKED_SDPA_PHASE void transpose_matrix(const float* source, int64_t rows, int64_t columns,
+                                        int64_t source_stride, float* target, int64_t target_stride) {
   for (int64_t r = 0; r < rows; r += kLanes) {
     for (int64_t c = 0; c < columns; c += kLanes) {
-      transpose_words(source + r * source_stride + c, source_stride, target + c * target_stride + r, target_stride);
+      transpose_words(source + r * source_stride + c, source_stride, target + c * target_stride + r,
+                      target_stride);
     }
   }
 }
 
 // B operand whose k runs over rows of [rows][width] floats already packed: word (k, n) = rows[k][n].
-PACKED_SDPA_PHASE void rows_to_b(const float* rows, int64_t row_width, int64_t count, int64_t columns, float* target,
-                      BLayout layout) {
+PACKED_SDPA_PHASE void rows_to_b(const float* rows, int64_t row_width, int64_t count, int64_t columns,
+                                 float* target, BLayout layout) {
   for (int64_t r = 0; r < count; ++r) {
     for (int64_t c = 0; c < columns; c += kLanes) {
       vec_store(target + c / kPanel * layout.panel_stride + r * layout.row_stride + c % kPanel,

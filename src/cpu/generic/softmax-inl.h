@@ -2,28 +2,30 @@
 //
 // Forward, online: with c = scale * log2(e) folded into one multiply,
 //   p_j = 2^(c s_j - c r),  l = sum p_j,  r the row's reference: the running maximum when it was last moved.
-// The reference moves only when the maximum passes it by kReferenceSlack (in powers of two); until then p stays below
-// 2^kReferenceSlack, l and O far from overflow, and no rescaling is paid for. out = O / l and lse = c r ln 2 + ln l do
-// not depend on r.
+// The reference moves only when the maximum passes it by kReferenceSlack (in powers of two); until then p
+// stays below 2^kReferenceSlack, l and O far from overflow, and no rescaling is paid for. out = O / l and lse
+// = c r ln 2 + ln l do not depend on r.
 
 constexpr float kReferenceSlack = 8.0f;
 
-// kExact subtracts before it multiplies: the row's maximum then has the weight 1 exactly, so a one-token document gives
-// its value back bit for bit. One instruction more; half types round it away.
+// kExact subtracts before it multiplies: the row's maximum then has the weight 1 exactly, so a one-token
+// document gives its value back bit for bit. One instruction more; half types round it away.
 //
-// Scores [begin, end) of a row are visible, within the computed part [low, high) of the tile (multiples of kLanes).
-// Leaves the weights in `p` (zeros in the invisible rest of [low, high)), updates the row's reference, sum and O.
+// Scores [begin, end) of a row are visible, within the computed part [low, high) of the tile (multiples of
+// kLanes). Leaves the weights in `p` (zeros in the invisible rest of [low, high)), updates the row's
+// reference, sum and O.
 template <bool kExact, bool kDropout, typename Elem>
-PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_t high, int64_t begin, int64_t end,
-                                    float c, const float* factors, float* reference, float* sum, float* out,
-                                    int64_t out_width) {
+PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_t high, int64_t begin,
+                                    int64_t end, float c, const float* factors, float* reference, float* sum,
+                                    float* out, int64_t out_width) {
   if (begin >= end) {
     for (int64_t at = low; at < high; at += kLanes) vec_store_as(p + at, vec_zero());
     return;
   }
   const Vec minus_infinity = vec_set(-__builtin_inff());
   const int64_t first = begin / kLanes * kLanes;
-  const int64_t last = (end - 1) / kLanes * kLanes;  // the vectors that hold the first and the last visible score
+  const int64_t last =
+      (end - 1) / kLanes * kLanes;  // the vectors that hold the first and the last visible score
   const Mask first_mask = vec_mask(begin - first, end - first);
   const Mask last_mask = vec_mask(begin - last, end - last);
 
@@ -39,8 +41,7 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
     for (int64_t i = 0; i < 4; ++i) maxima[i] = vec_max(maxima[i], vec_load(s + j + i * kLanes));
   }
   for (; j < last; j += kLanes) maxima[0] = vec_max(maxima[0], vec_load(s + j));
-  const float maximum =
-      vec_reduce_max(vec_max(vec_max(maxima[0], maxima[1]), vec_max(maxima[2], maxima[3])));
+  const float maximum = vec_reduce_max(vec_max(vec_max(maxima[0], maxima[1]), vec_max(maxima[2], maxima[3])));
   if (!(c * maximum <= c * *reference + kReferenceSlack)) {
     if (*reference != -__builtin_inff()) {  // else O and l are still zero
       const Vec shrink = vec_exp2(vec_set(c * *reference - c * maximum));
@@ -75,15 +76,15 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
 
 // Backward, along a row of the transposed tile (one key, all stacked rows of queries):
 //   p = exp(scale s - lse),  ds = p (dp - delta)
-// as 2^(c s - lse2), c = scale * log2(e), lse2 = lse * log2(e); kExact: as 2^((scale s - lse) * log2(e)), one multiply
-// more, which rounds once where the other rounds three numbers as large as lse (in a float's p that can be seen).
-// `c` and `lse` are what the form wants.
-// In [low, high) columns outside the visible [begin, end) get zeros. `factors` is the dropout factor of each element:
-// it multiplies dp, and the p that goes into dV.
+// as 2^(c s - lse2), c = scale * log2(e), lse2 = lse * log2(e); kExact: as 2^((scale s - lse) * log2(e)), one
+// multiply more, which rounds once where the other rounds three numbers as large as lse (in a float's p that
+// can be seen). `c` and `lse` are what the form wants. In [low, high) columns outside the visible [begin,
+// end) get zeros. `factors` is the dropout factor of each element: it multiplies dp, and the p that goes into
+// dV.
 template <bool kExact, bool kDropout, typename Store>
 PACKED_SDPA_INLINE void grad_score_row(const float* s, const float* dp, const float* lse, const float* delta,
-                                       const float* factors, int64_t low, int64_t high, int64_t begin, int64_t end,
-                                       float c, const Store& store) {
+                                       const float* factors, int64_t low, int64_t high, int64_t begin,
+                                       int64_t end, float c, const Store& store) {
   const Vec scale = vec_set(c);
   for (int64_t j = low; j < high; j += kLanes) {
     if (j + kLanes <= begin || j >= end) {

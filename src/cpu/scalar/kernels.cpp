@@ -1,8 +1,8 @@
-// Plain kernels for every type: the path of machines without AVX2, of float64, and what the others are checked against
-// besides the oracle.
+// Plain kernels for every type: the path of machines without AVX2, of float64, and what the others are
+// checked against besides the oracle.
 //
-// For one document and key/value head, with the keys and values of a block converted to the accumulation type `Acc`
-// (float; double for float64), a query row at a time:
+// For one document and key/value head, with the keys and values of a block converted to the accumulation type
+// `Acc` (float; double for float64), a query row at a time:
 //   s_j = scale * q . k_j over the visible keys        m = max s        p_j = exp(s_j - m)        l = sum p
 //   out = sum_j p_j v_j / l                            lse = m + log l
 // Backward: p_j = exp(s_j - lse), dp_j = do . v_j, delta = do . out, ds_j = p_j (dp_j - delta),
@@ -34,15 +34,31 @@ constexpr int kPartialSums = 8;
 template <typename T>
 using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-float load(float value) { return value; }
-double load(double value) { return value; }
-float load(BFloat16 value) { return to_float(value); }
-float load(Float16 value) { return to_float(value); }
+float load(float value) {
+  return value;
+}
+double load(double value) {
+  return value;
+}
+float load(BFloat16 value) {
+  return to_float(value);
+}
+float load(Float16 value) {
+  return to_float(value);
+}
 
-void store(float value, float* target) { *target = value; }
-void store(double value, double* target) { *target = value; }
-void store(float value, BFloat16* target) { *target = bfloat16_from_float(value); }
-void store(float value, Float16* target) { *target = float16_from_float(value); }
+void store(float value, float* target) {
+  *target = value;
+}
+void store(double value, double* target) {
+  *target = value;
+}
+void store(float value, BFloat16* target) {
+  *target = bfloat16_from_float(value);
+}
+void store(float value, Float16* target) {
+  *target = float16_from_float(value);
+}
 
 // One (batch, head) of a strided tensor.
 template <typename T>
@@ -107,11 +123,13 @@ struct Call {
   }
   // keep_j / (1 - p) for the visible keys.
   template <typename Acc>
-  void dropout_factors(const Document& document, int64_t head, int64_t query, KeyRange keys, Acc* factors) const {
+  void dropout_factors(const Document& document, int64_t head, int64_t query, KeyRange keys,
+                       Acc* factors) const {
     if (!dropout.enabled()) return;
     Dropout::Row row(dropout, document.batch * params.shape.num_heads + head, document.query_row(query));
     for (int64_t j = keys.begin; j < keys.end; ++j) {
-      factors[j - keys.begin] = row.keeps(document.key_row(j)) ? static_cast<Acc>(dropout.keep_scale()) : Acc{0};
+      factors[j - keys.begin] =
+          row.keeps(document.key_row(j)) ? static_cast<Acc>(dropout.keep_scale()) : Acc{0};
     }
   }
 };
@@ -267,7 +285,8 @@ template <typename T>
 void run_backward(const BackwardParams& params, Executor& executor) {
   using Acc = AccOf<T>;
   Call<BackwardParams> call(params);
-  // dK and dV are summed over all queries of the document, so a document stays whole: only its first block counts.
+  // dK and dV are summed over all queries of the document, so a document stays whole: only its first block
+  // counts.
   for (const WorkItem& item :
        make_work_items(call.documents, params.shape.num_kv_heads, SplitBy::kKeys, kKeysPerItem)) {
     if (item.block == 0) call.items.push_back(item);

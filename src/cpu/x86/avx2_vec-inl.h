@@ -4,16 +4,36 @@
 using Vec = __m256;
 constexpr int kLanes = 8;
 
-PACKED_SDPA_INLINE Vec vec_zero() { return _mm256_setzero_ps(); }
-PACKED_SDPA_INLINE Vec vec_set(float value) { return _mm256_set1_ps(value); }
-PACKED_SDPA_INLINE Vec vec_load(const float* p) { return _mm256_loadu_ps(p); }
-PACKED_SDPA_INLINE void vec_store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
-PACKED_SDPA_INLINE Vec vec_add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
-PACKED_SDPA_INLINE Vec vec_sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
-PACKED_SDPA_INLINE Vec vec_mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
-PACKED_SDPA_INLINE Vec vec_max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
-PACKED_SDPA_INLINE Vec vec_fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-PACKED_SDPA_INLINE Vec vec_fms(Vec a, Vec b, Vec c) { return _mm256_fmsub_ps(a, b, c); }
+PACKED_SDPA_INLINE Vec vec_zero() {
+  return _mm256_setzero_ps();
+}
+PACKED_SDPA_INLINE Vec vec_set(float value) {
+  return _mm256_set1_ps(value);
+}
+PACKED_SDPA_INLINE Vec vec_load(const float* p) {
+  return _mm256_loadu_ps(p);
+}
+PACKED_SDPA_INLINE void vec_store(float* p, Vec v) {
+  _mm256_storeu_ps(p, v);
+}
+PACKED_SDPA_INLINE Vec vec_add(Vec a, Vec b) {
+  return _mm256_add_ps(a, b);
+}
+PACKED_SDPA_INLINE Vec vec_sub(Vec a, Vec b) {
+  return _mm256_sub_ps(a, b);
+}
+PACKED_SDPA_INLINE Vec vec_mul(Vec a, Vec b) {
+  return _mm256_mul_ps(a, b);
+}
+PACKED_SDPA_INLINE Vec vec_max(Vec a, Vec b) {
+  return _mm256_max_ps(a, b);
+}
+PACKED_SDPA_INLINE Vec vec_fma(Vec a, Vec b, Vec c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+PACKED_SDPA_INLINE Vec vec_fms(Vec a, Vec b, Vec c) {
+  return _mm256_fmsub_ps(a, b, c);
+}
 
 // Lanes begin .. end of a vector (begin <= end, clipped to the vector): all ones in a lane that is in.
 using Mask = __m256i;
@@ -28,7 +48,9 @@ PACKED_SDPA_INLINE Vec vec_select(Mask mask, Vec yes, Vec no) {
   return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(mask));
 }
 
-PACKED_SDPA_INLINE float vec_first(Vec v) { return _mm256_cvtss_f32(v); }
+PACKED_SDPA_INLINE float vec_first(Vec v) {
+  return _mm256_cvtss_f32(v);
+}
 PACKED_SDPA_INLINE float vec_reduce_add(Vec v) {
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   four = _mm_add_ps(four, _mm_movehl_ps(four, four));
@@ -40,8 +62,11 @@ PACKED_SDPA_INLINE float vec_reduce_max(Vec v) {
   return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
-// x is held above the smallest normal power; MAXPS gives its second operand when either is NaN, so a NaN stays.
-PACKED_SDPA_INLINE Vec clamp_power(Vec x) { return _mm256_max_ps(_mm256_set1_ps(-126.0f), x); }
+// x is held above the smallest normal power; MAXPS gives its second operand when either is NaN, so a NaN
+// stays.
+PACKED_SDPA_INLINE Vec clamp_power(Vec x) {
+  return _mm256_max_ps(_mm256_set1_ps(-126.0f), x);
+}
 // x - floor(x), and p * 2^floor(x).
 PACKED_SDPA_INLINE Vec vec_fraction(Vec x) {
   const Vec clamped = clamp_power(x);
@@ -54,7 +79,9 @@ PACKED_SDPA_INLINE Vec vec_scale_by_power(Vec p, Vec x) {
 }
 
 // Elements in memory <-> floats; `count` of them for the partial forms, the rest 0 or untouched.
-PACKED_SDPA_INLINE Vec vec_load_as(const float* p) { return _mm256_loadu_ps(p); }
+PACKED_SDPA_INLINE Vec vec_load_as(const float* p) {
+  return _mm256_loadu_ps(p);
+}
 PACKED_SDPA_INLINE Vec vec_load_as(const BFloat16* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
@@ -71,7 +98,9 @@ PACKED_SDPA_INLINE __m128i vec_to_bfloat16(Vec v) {
   const __m256i words = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
-PACKED_SDPA_INLINE void vec_store_as(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+PACKED_SDPA_INLINE void vec_store_as(float* p, Vec v) {
+  _mm256_storeu_ps(p, v);
+}
 PACKED_SDPA_INLINE void vec_store_as(BFloat16* p, Vec v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), vec_to_bfloat16(v));
 }
@@ -97,7 +126,8 @@ PACKED_SDPA_INLINE void vec_store_as(T* p, Vec v, int64_t count) {
 }
 
 // 8 x 8 words of 32 bits: dst[j][i] = src[i][j]; strides in words.
-PACKED_SDPA_INLINE void transpose_words(const float* src, int64_t src_stride, float* dst, int64_t dst_stride) {
+PACKED_SDPA_INLINE void transpose_words(const float* src, int64_t src_stride, float* dst,
+                                        int64_t dst_stride) {
   __m256 r[8], t[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(src + i * src_stride);

@@ -20,6 +20,8 @@ constexpr int64_t kPanel = 64;
 constexpr int64_t kMicroRows = 6;
 constexpr int64_t kMicroVecs = 4;
 
+// Each builds on those before it.
+// clang-format off
 #include "cpu/x86/avx512_vec-inl.h"
 #include "cpu/generic/gemm_broadcast-inl.h"
 #include "cpu/generic/exp-inl.h"
@@ -28,6 +30,7 @@ constexpr int64_t kMicroVecs = 4;
 #include "cpu/generic/engine_f32-inl.h"
 #include "cpu/generic/forward-inl.h"
 #include "cpu/generic/backward-inl.h"
+// clang-format on
 
 const char* forward_f32(const ForwardParams& params, Executor& executor) {
   run_forward<EngineF32, float>(params, executor);
@@ -77,7 +80,9 @@ PACKED_SDPA_END_TARGET()
 #else
 
 namespace packed_sdpa::cpu::avx512 {
-CpuKernels kernels(ScalarType) { return {}; }
+CpuKernels kernels(ScalarType) {
+  return {};
+}
 }  // namespace packed_sdpa::cpu::avx512
 
 #endif

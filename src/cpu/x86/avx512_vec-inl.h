@@ -4,16 +4,36 @@
 using Vec = __m512;
 constexpr int kLanes = 16;
 
-PACKED_SDPA_INLINE Vec vec_zero() { return _mm512_setzero_ps(); }
-PACKED_SDPA_INLINE Vec vec_set(float value) { return _mm512_set1_ps(value); }
-PACKED_SDPA_INLINE Vec vec_load(const float* p) { return _mm512_loadu_ps(p); }
-PACKED_SDPA_INLINE void vec_store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
-PACKED_SDPA_INLINE Vec vec_add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
-PACKED_SDPA_INLINE Vec vec_sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
-PACKED_SDPA_INLINE Vec vec_mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
-PACKED_SDPA_INLINE Vec vec_max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-PACKED_SDPA_INLINE Vec vec_fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-PACKED_SDPA_INLINE Vec vec_fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }
+PACKED_SDPA_INLINE Vec vec_zero() {
+  return _mm512_setzero_ps();
+}
+PACKED_SDPA_INLINE Vec vec_set(float value) {
+  return _mm512_set1_ps(value);
+}
+PACKED_SDPA_INLINE Vec vec_load(const float* p) {
+  return _mm512_loadu_ps(p);
+}
+PACKED_SDPA_INLINE void vec_store(float* p, Vec v) {
+  _mm512_storeu_ps(p, v);
+}
+PACKED_SDPA_INLINE Vec vec_add(Vec a, Vec b) {
+  return _mm512_add_ps(a, b);
+}
+PACKED_SDPA_INLINE Vec vec_sub(Vec a, Vec b) {
+  return _mm512_sub_ps(a, b);
+}
+PACKED_SDPA_INLINE Vec vec_mul(Vec a, Vec b) {
+  return _mm512_mul_ps(a, b);
+}
+PACKED_SDPA_INLINE Vec vec_max(Vec a, Vec b) {
+  return _mm512_max_ps(a, b);
+}
+PACKED_SDPA_INLINE Vec vec_fma(Vec a, Vec b, Vec c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+PACKED_SDPA_INLINE Vec vec_fms(Vec a, Vec b, Vec c) {
+  return _mm512_fmsub_ps(a, b, c);
+}
 
 // Lanes begin .. end of a vector (begin <= end, clipped to the vector).
 using Mask = __mmask16;
@@ -23,9 +43,13 @@ PACKED_SDPA_INLINE uint32_t low_bits(int64_t count) {
 PACKED_SDPA_INLINE Mask vec_mask(int64_t begin, int64_t end) {
   return static_cast<Mask>(low_bits(end) & ~low_bits(begin));
 }
-PACKED_SDPA_INLINE Vec vec_select(Mask mask, Vec yes, Vec no) { return _mm512_mask_blend_ps(mask, no, yes); }
+PACKED_SDPA_INLINE Vec vec_select(Mask mask, Vec yes, Vec no) {
+  return _mm512_mask_blend_ps(mask, no, yes);
+}
 
-PACKED_SDPA_INLINE float vec_first(Vec v) { return _mm512_cvtss_f32(v); }
+PACKED_SDPA_INLINE float vec_first(Vec v) {
+  return _mm512_cvtss_f32(v);
+}
 PACKED_SDPA_INLINE float vec_reduce_add(Vec v) {
   const __m256 high = _mm512_extractf32x8_ps(v, 1);
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), high);
@@ -42,11 +66,17 @@ PACKED_SDPA_INLINE float vec_reduce_max(Vec v) {
 }
 
 // x - floor(x) (0 for an infinity), and p * 2^floor(x).
-PACKED_SDPA_INLINE Vec vec_fraction(Vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
-PACKED_SDPA_INLINE Vec vec_scale_by_power(Vec p, Vec x) { return _mm512_scalef_ps(p, x); }
+PACKED_SDPA_INLINE Vec vec_fraction(Vec x) {
+  return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+PACKED_SDPA_INLINE Vec vec_scale_by_power(Vec p, Vec x) {
+  return _mm512_scalef_ps(p, x);
+}
 
 // Elements in memory <-> floats; `count` of them for the partial forms, the rest 0 or untouched.
-PACKED_SDPA_INLINE Vec vec_load_as(const float* p) { return _mm512_loadu_ps(p); }
+PACKED_SDPA_INLINE Vec vec_load_as(const float* p) {
+  return _mm512_loadu_ps(p);
+}
 PACKED_SDPA_INLINE Vec vec_load_as(const BFloat16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -78,7 +108,9 @@ PACKED_SDPA_INLINE __m256i vec_to_bfloat16(Vec v) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16));
 #endif
 }
-PACKED_SDPA_INLINE void vec_store_as(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+PACKED_SDPA_INLINE void vec_store_as(float* p, Vec v) {
+  _mm512_storeu_ps(p, v);
+}
 PACKED_SDPA_INLINE void vec_store_as(BFloat16* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), vec_to_bfloat16(v));
 }
@@ -96,7 +128,8 @@ PACKED_SDPA_INLINE void vec_store_as(Float16* p, Vec v, int64_t count) {
 }
 
 // 16 x 16 words of 32 bits: dst[j][i] = src[i][j]; strides in words.
-PACKED_SDPA_INLINE void transpose_words(const float* src, int64_t src_stride, float* dst, int64_t dst_stride) {
+PACKED_SDPA_INLINE void transpose_words(const float* src, int64_t src_stride, float* dst,
+                                        int64_t dst_stride) {
   __m512i r[16], t[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(src + i * src_stride);

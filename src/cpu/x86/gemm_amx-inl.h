@@ -1,8 +1,9 @@
-// The product in AMX tiles: 32 x 32 of C in four tiles, per 16 words (32 elements) of k two tiles of A, two of B and four
-// TDPBF16PS. A tile is 16 rows of 64 bytes; a product takes 16 cycles, a load from L1 8, so loads hide behind products.
+// The product in AMX tiles: 32 x 32 of C in four tiles, per 16 words (32 elements) of k two tiles of A, two
+// of B and four TDPBF16PS. A tile is 16 rows of 64 bytes; a product takes 16 cycles, a load from L1 8, so
+// loads hide behind products.
 //
-// Rows of A and C are touched in sixteens: buffers are padded to kRowPadding, and rows past `m` hold garbage that nobody
-// reads. k is a multiple of 16 words, columns of 16.
+// Rows of A and C are touched in sixteens: buffers are padded to kRowPadding, and rows past `m` hold garbage
+// that nobody reads. k is a multiple of 16 words, columns of 16.
 struct AmxBf16 {
   static constexpr int64_t kTileRows = 16;
   static constexpr int64_t kTileWords = 16;
@@ -30,8 +31,11 @@ struct AmxBf16 {
     uint8_t rows[16];
   };
 
-  // GCC's tile loads do not tell the compiler that they read memory: everything stored before must be in place.
-  static PACKED_SDPA_INLINE void compiler_fence(const void* pointer) { __asm__ volatile("" ::"r"(pointer) : "memory"); }
+  // GCC's tile loads do not tell the compiler that they read memory: everything stored before must be in
+  // place.
+  static PACKED_SDPA_INLINE void compiler_fence(const void* pointer) {
+    __asm__ volatile("" ::"r"(pointer) : "memory");
+  }
 
   static inline void begin() {
     TileConfig config = {};
@@ -47,8 +51,8 @@ struct AmxBf16 {
 
   // One block of C: kTwoRows * 16 rows by kTwoColumns * 16 columns.
   template <bool kTwoRows, bool kTwoColumns>
-  static PACKED_SDPA_INLINE void block(int64_t words, const float* a, int64_t lda, const float* b, int64_t row_stride,
-                                       float* c, int64_t ldc, bool accumulate) {
+  static PACKED_SDPA_INLINE void block(int64_t words, const float* a, int64_t lda, const float* b,
+                                       int64_t row_stride, float* c, int64_t ldc, bool accumulate) {
     const int64_t c_bytes = ldc * 4;
     const int64_t a_bytes = lda * 4;
     const int64_t b_bytes = row_stride * 4;
@@ -85,17 +89,20 @@ struct AmxBf16 {
   }
 
   template <bool kTwoColumns>
-  static PACKED_SDPA_INLINE void columns(int64_t m, int64_t words, const float* a, int64_t lda, const float* b,
-                                         int64_t row_stride, float* c, int64_t ldc, bool accumulate) {
+  static PACKED_SDPA_INLINE void columns(int64_t m, int64_t words, const float* a, int64_t lda,
+                                         const float* b, int64_t row_stride, float* c, int64_t ldc,
+                                         bool accumulate) {
     int64_t row = 0;
     for (; row + kTileRows < m; row += 2 * kTileRows) {
       block<true, kTwoColumns>(words, a + row * lda, lda, b, row_stride, c + row * ldc, ldc, accumulate);
     }
-    if (row < m) block<false, kTwoColumns>(words, a + row * lda, lda, b, row_stride, c + row * ldc, ldc, accumulate);
+    if (row < m)
+      block<false, kTwoColumns>(words, a + row * lda, lda, b, row_stride, c + row * ldc, ldc, accumulate);
   }
 
-  static inline void multiply(int64_t m, int64_t n_begin, int64_t n_end, int64_t words, const float* a, int64_t lda,
-                              const float* b, BLayout layout, float* c, int64_t ldc, bool accumulate) {
+  static inline void multiply(int64_t m, int64_t n_begin, int64_t n_end, int64_t words, const float* a,
+                              int64_t lda, const float* b, BLayout layout, float* c, int64_t ldc,
+                              bool accumulate) {
     compiler_fence(a);
     for (int64_t n = n_begin; n < n_end;) {
       const int64_t in_panel = n % kPanel;
@@ -110,15 +117,16 @@ struct AmxBf16 {
     }
   }
 
-  // Products that are done a block at a time between other work. The tile unit works on a block for some hundred cycles
-  // while the core goes on with the vector instructions behind it.
+  // Products that are done a block at a time between other work. The tile unit works on a block for some
+  // hundred cycles while the core goes on with the vector instructions behind it.
   class Background {
    public:
     inline void add(int64_t m, int64_t n_begin, int64_t n_end, int64_t k, const BFloat16* a, int64_t lda,
                     const float* b, BLayout layout, float* c, int64_t ldc, bool accumulate) {
       const int64_t row_blocks = (m + 2 * kTileRows - 1) / (2 * kTileRows);
       const int64_t blocks = row_blocks * ((n_end - n_begin + 31) / 32);
-      jobs_[num_jobs_++] = {m, n_begin, n_end, k / 2, reinterpret_cast<const float*>(a), lda / 2, b, layout, c, ldc,
+      jobs_[num_jobs_++] = {m,          n_begin,    n_end,  k / 2, reinterpret_cast<const float*>(a),
+                            lda / 2,    b,          layout, c,     ldc,
                             accumulate, row_blocks, blocks};
       total_ += blocks;
       compiler_fence(a);
