@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.attach import NO_CALL, Attachment, attachment_of, forward_parameters
 from packed_sdpa.documents import OWN_KEYWORDS, SOURCE_KEYWORDS, Documents, find_documents
 from packed_sdpa.model_survey import leaking_layers, looks_like_attention
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _ALONE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _ROUNDING = 64  # times epsilon: what another order of summation may change (experts see other groups of rows)
@@ -53,6 +54,8 @@ class IsolationResult:
         return all(row.ok for row in self.rows)
 
     def table(self) -> Table:
+        from rich.table import Table
+
         verdict = "isolated" if self.ok else "NOT isolated"
         table = Table(title=f"{self.documents} documents: {verdict}", title_justify="left")
         for heading in ("check", "result", "largest", "allowed", "what"):
@@ -67,6 +70,8 @@ class IsolationResult:
         return self.table()
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(width=140)
         with console.capture() as capture:
             console.print(self.table())

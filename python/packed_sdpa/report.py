@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from packed_sdpa.attach import Attachment, Handle, attachment_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Report:
         self._attachment.ledger.layouts_built = 0
 
     def table(self) -> Table:
+        from rich.table import Table
+
         title = f"packed attention by route {self.route}: {self.taken} calls taken, {self.passed} passed through"
         table = Table(title=title, title_justify="left")
         for heading, justify in (("module", "left"), ("taken", "right"), ("passed", "right")):
@@ -83,6 +87,8 @@ class Report:
         return self.table()
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(width=140)
         with console.capture() as capture:
             console.print(self.table())

@@ -75,3 +75,21 @@ def test_gpu_check_stops_and_reports_when_there_is_no_time(tmp_path):
     assert asked.returncode == 1
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert report["steps"]["build"] == {"passed": False, "ended": "no time left"}
+
+
+_IMPORT_WITH_TORCH_ALONE = """
+import sys
+
+class OnlyTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"rich", "transformers", "matplotlib", "hypothesis", "psutil", "accelerate"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, OnlyTorch())
+import packed_sdpa.bench_cuda
+"""
+
+
+def test_a_machine_with_torch_alone_can_run_the_check():
+    asked = subprocess.run([sys.executable, "-c", _IMPORT_WITH_TORCH_ALONE], capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
