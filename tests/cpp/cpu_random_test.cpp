@@ -128,7 +128,7 @@ TEST_P(TileEdgeTest, MatchesOracle) {
       settings.head_dim_v = 8;
       settings.window_left = window;
       std::string name = "edges";
-      for (const int64_t length : lengths) name += "_" + std::to_string(length);
+      for (const int64_t length : lengths) name.append("_").append(std::to_string(length));
       Problem problem(packing_from_lengths(name, lengths), settings);
       problem.run_forward(executor);
       expect_forward_matches(problem);
