@@ -112,7 +112,7 @@ TEST(Layout, TensorsFromElsewhereAreChecked) {
   EXPECT_THROW(with([&](auto& t) { t.token_index_k = int32({0, 1}); })(), c10::ValueError);
   EXPECT_THROW(with([&](auto& t) { t.diagonal_offsets = int32({0}); })(), c10::ValueError);
   EXPECT_THROW(with([&](auto& t) { t.cu_seqlens_q = t.cu_seqlens_q.to(at::kLong); })(), c10::ValueError);
-  EXPECT_THROW(with([&](auto& t) { t.max_seqlens = at::zeros({3}, at::kLong); })(), c10::ValueError);
+  EXPECT_THROW(with([&](auto& t) { t.max_seqlens = at::zeros({4}, at::kLong); })(), c10::ValueError);
 }
 
 TEST(Layout, ADocumentMayNotRunOverItsRow) {
