@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.attach import NO_CALL, Attachment, attachment_of, forward_parameters
-from packed_sdpa.documents import OWN_KEYWORDS, SOURCE_KEYWORDS, Documents, find_documents
+from packed_sdpa.documents import FOREIGN_KEYWORDS, OWN_KEYWORDS, SOURCE_KEYWORDS, Documents, find_documents
 from packed_sdpa.model_survey import leaking_layers, looks_like_attention
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ _ROUNDING = 64  # times epsilon: what another order of summation may change (exp
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One check: ``value`` is the largest value found (0 is perfect), ``allowed`` the largest that passes."""
+    """One check: ``value`` is the largest value found (0 is perfect), ``allowed`` the largest that passes. Infinite or
+    NaN values never pass: they prove nothing."""
 
     check: str
     ok: bool
@@ -61,7 +63,9 @@ class IsolationResult:
         for heading in ("check", "result", "largest", "allowed", "what"):
             table.add_column(heading, overflow="fold")
         for row in self.rows:
-            table.add_row(row.check, "ok" if row.ok else "LEAK", f"{row.value:.3g}", f"{row.allowed:.3g}", row.detail)
+            finite = math.isfinite(row.value) and math.isfinite(row.allowed)
+            result = "ok" if row.ok else "LEAK" if finite else "NOT FINITE"
+            table.add_row(row.check, result, f"{row.value:.3g}", f"{row.allowed:.3g}", row.detail)
         if self.leak is not None:
             table.add_row("first leak", "LEAK", "", "", f"{self.leak.module}: {self.leak.reason}")
         return table
@@ -246,6 +250,13 @@ def _others(rows: Tensor, documents: Documents) -> Tensor:
     return other.nonzero().squeeze(1)
 
 
+def _row(check: str, value: float, allowed: float, detail: str) -> CheckRow:
+    if not math.isfinite(allowed):
+        detail = "the model's outputs on this batch are not finite, so nothing can be told"
+    finite = math.isfinite(value) and math.isfinite(allowed)
+    return CheckRow(check, finite and value <= allowed, value, allowed, detail)
+
+
 def _perturbed(probe: _Probe, base: Tensor, probed: list[Tensor], documents: Documents) -> CheckRow:
     worst, detail = 0.0, "each probed document changed: the others' outputs are the same, bit for bit"
     allowed = _ROUNDING * torch.finfo(base.dtype).eps * float(base.abs().max())
@@ -254,12 +265,12 @@ def _perturbed(probe: _Probe, base: Tensor, probed: list[Tensor], documents: Doc
         changed = probe.run(_changing(rows))
         difference = (changed.flatten(0, 1)[other] - base.flatten(0, 1)[other]).abs().flatten(1).amax(1)
         value = float(difference.max())
-        if value > worst:
+        if value > worst or not math.isfinite(value):
             worst = value
             at = int(other[int(difference.argmax())])
             places = (_name(rows, documents), _name_flat(at, documents))
             detail = "document at token {} changed: output at token {} differs".format(*places)
-    return CheckRow("changed document", worst <= allowed, worst, allowed, detail)
+    return _row("changed document", worst, allowed, detail)
 
 
 def _gradients(probe: _Probe, probed: list[Tensor], documents: Documents) -> CheckRow:
@@ -282,11 +293,11 @@ def _gradients(probe: _Probe, probed: list[Tensor], documents: Documents) -> Che
         other = _others(rows, documents).to(gradient.device)
         into = gradient.flatten(0, 1)[other].abs().flatten(1).amax(1)
         value = float(into.max())
-        if value > worst or value != value:
+        if value > worst or not math.isfinite(value):
             worst = value
             at = int(other[int(into.argmax())])
             detail = f"outputs at token {_name(rows, documents)} have a gradient into token {_name_flat(at, documents)}"
-    return CheckRow("gradient", worst == 0.0, worst, 0.0, detail)
+    return _row("gradient", worst, 0.0, detail)
 
 
 def _alone(probe: _Probe, base: Tensor, probed: list[Tensor], attachment: Attachment | None) -> CheckRow:
@@ -300,12 +311,12 @@ def _alone(probe: _Probe, base: Tensor, probed: list[Tensor], attachment: Attach
         for rows in probed:
             alone = probe.run(arguments=_arguments_alone(probe, rows))
             value = float((alone.flatten(0, 1) - base.flatten(0, 1)[rows.to(base.device)]).abs().max())
-            if value > worst:
+            if value > worst or not math.isfinite(value):
                 worst, detail = value, f"largest difference to the document alone: document of {rows.numel()} tokens"
     finally:
         if attachment is not None:
             attachment.enabled = enabled
-    return CheckRow("document alone", worst <= allowed, worst, allowed, detail)
+    return _row("document alone", worst, allowed, detail)
 
 
 def _arguments_alone(probe: _Probe, rows: Tensor) -> dict[str, Any]:
@@ -314,11 +325,7 @@ def _arguments_alone(probe: _Probe, rows: Tensor) -> dict[str, Any]:
     size = probe.shape[1]
     row, columns = int(rows[0]) // size, rows % size
     for name, value in probe.batch.items():
-        if (name in SOURCE_KEYWORDS and name != "position_ids") or name in (
-            "cu_seq_lens_k",
-            "max_length_q",
-            "max_length_k",
-        ):
+        if name in (*SOURCE_KEYWORDS, *FOREIGN_KEYWORDS) and name != "position_ids":
             continue
         if isinstance(value, Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == probe.shape:
             value = value[row : row + 1, columns.to(value.device)]

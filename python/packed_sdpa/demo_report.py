@@ -35,6 +35,29 @@ class Check:
         return f"{mark}  {self.name}: {self.found}"
 
 
+def judge_logits(difference: float, unmarked: float, largest: float, dtype: str) -> Check:
+    """difference: to each document alone; unmarked: the same without marks; largest: the largest logit. Infinite or NaN
+    logits prove nothing, so they fail."""
+    finite = math.isfinite(difference) and math.isfinite(largest)
+    found = f"off by {difference:.1e}; without marks {unmarked:.1e}; largest logit {largest:.1e}"
+    return Check(
+        "packed logits equal each document alone",
+        found if finite else f"{found}: not finite",
+        finite and difference <= LOGIT_TOLERANCE[dtype] * largest,
+    )
+
+
+def judge_gradients(across: float, own: float) -> Check:
+    """Infinite or NaN gradients prove nothing, so they fail."""
+    finite = math.isfinite(across) and math.isfinite(own)
+    found = f"{across:.1e}; into itself {own:.1e}"
+    return Check(
+        "no gradient into other documents",
+        found if finite else f"{found}: not finite",
+        finite and across == 0.0 and own > 0.0,
+    )
+
+
 def build_report(prepared: Prepared, results: dict[str, HalfResult]) -> dict[str, Any]:
     """The content of report.json. Losses are lists, a value a step; step_seconds medians; peak_rss_mb MiB."""
     stock, packed = results["stock"], results["packed"]
@@ -62,7 +85,6 @@ def build_report(prepared: Prepared, results: dict[str, HalfResult]) -> dict[str
 def judge(report: dict[str, Any], results: dict[str, HalfResult], dtype: str) -> list[Check]:
     """What must hold, from the report and the packed half's proofs."""
     proofs = results["packed"].proofs
-    difference, largest = report["isolation_max_abs"], proofs["largest_logit"]
     gap = max(
         abs(stock - packed) / max(abs(stock), 1e-9)
         for stock, packed in zip(report["loss_stock"], report["loss_packed"], strict=True)
@@ -70,16 +92,8 @@ def judge(report: dict[str, Any], results: dict[str, HalfResult], dtype: str) ->
     finite = all(math.isfinite(loss) for loss in report["loss_stock"] + report["loss_packed"])
     taken, passed = report["attention_calls_taken"], report["attention_calls_passed"]
     return [
-        Check(
-            "packed logits equal each document alone",
-            f"off by {difference:.1e}; without marks {proofs['unmarked_max_abs']:.1e}",
-            difference <= LOGIT_TOLERANCE[dtype] * largest,
-        ),
-        Check(
-            "no gradient into other documents",
-            f"{report['cross_document_grad']:.1e}; into itself {proofs['own_document_grad']:.1e}",
-            report["cross_document_grad"] == 0.0 and proofs["own_document_grad"] > 0.0,
-        ),
+        judge_logits(report["isolation_max_abs"], proofs["unmarked_max_abs"], proofs["largest_logit"], dtype),
+        judge_gradients(report["cross_document_grad"], proofs["own_document_grad"]),
         Check("same loss curve as Transformers", f"largest gap {gap:.2%}", finite and gap <= _LOSS_TOLERANCE[dtype]),
         Check("every attention call taken", f"{taken:,} taken, {passed:,} passed through", taken > 0 and passed == 0),
     ]

@@ -119,6 +119,42 @@ def test_armed_documents_and_documents_function(model):
         assert packed_sdpa.check_isolation(model, tokens).ok
 
 
+class Exploding(Plain):
+    """A factor that is 1 for long documents alone, and NaN or infinite for a row of several."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return super().forward(x) * (self.factor if x.shape[1] == 6 else 1.0)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize("max_documents", [1, 8])
+def test_outputs_that_are_not_finite_prove_nothing(factor, max_documents):
+    model = Exploding(factor)
+    batch = {"x": torch.randn(1, 6, 8), "doc_ids": torch.tensor([[1, 1, 2, 2, 2, 2]])}
+    with packed_sdpa.attach(model, match=["self_attn", "cross_attention"]):
+        result = packed_sdpa.check_isolation(model, batch, max_documents=max_documents)
+    assert not result.ok and not result.rows[0].ok and not result.rows[2].ok
+    assert "NOT FINITE" in str(result) and "not finite, so nothing can be told" in str(result)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_changed_document_that_makes_others_nan_is_a_leak(bad):
+    class Contagious(Plain):
+        def forward(self, x):
+            out = super().forward(x)
+            return out if torch.equal(x, batch["x"]) or x.shape[1] != 6 else out * bad
+
+    batch = {"x": torch.randn(1, 6, 8), "doc_ids": torch.tensor([[1, 1, 2, 2, 2, 2]])}
+    model = Contagious()
+    with packed_sdpa.attach(model, match=["self_attn", "cross_attention"]):
+        result = packed_sdpa.check_isolation(model, batch)
+    assert [row.ok for row in result.rows] == [False, True, True] and "output at token" in result.rows[0].detail
+
+
 def test_bad_input(model):
     with pytest.raises(ValueError, match=r"batch tells no documents: give doc_ids, .* got input_ids"):
         packed_sdpa.check_isolation(model, {"input_ids": packed_batch()["input_ids"]})

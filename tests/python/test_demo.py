@@ -112,6 +112,52 @@ def test_proofs_see_a_leak(tmp_path: Path) -> None:
     assert proofs.isolation(model, handle, batch)["isolation_max_abs"] > 1e-4
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_proofs_fail_on_logits_that_are_not_finite(tmp_path: Path, bad: float) -> None:
+    model = tiny_model(tmp_path)
+    batch = tiny_batch()
+    last = int(batch["input_ids"][0, (batch["doc_ids"][0] == 2).nonzero()[0]])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[last] = bad  # in the second of three documents
+    handle = packed_sdpa.attach(model)
+    found = {**proofs.cross_document_gradients(model, batch), **proofs.isolation(model, handle, batch)}
+    logits = demo_report.judge_logits(
+        found["isolation_max_abs"], found["unmarked_max_abs"], found["largest_logit"], "float32"
+    )
+    gradients = demo_report.judge_gradients(found["cross_document_grad"], found["own_document_grad"])
+    assert not logits.holds and "not finite" in logits.found
+    assert not gradients.holds and "not finite" in gradients.found
+
+
+def test_largest_and_smallest_keep_nan() -> None:
+    nan = float("nan")
+    for values in ([nan, 1.0], [1.0, nan], [nan]):
+        assert proofs.largest_of(values) != proofs.largest_of(values)
+        assert proofs.smallest_of(values) != proofs.smallest_of(values)
+    assert proofs.largest_of([0.5, 2.0]) == 2.0 and proofs.smallest_of([0.5, 2.0]) == 0.5
+    infinite = demo_report.judge_logits(float("inf"), 0.0, float("inf"), "float32")
+    assert not infinite.holds and not demo_report.judge_gradients(0.0, float("inf")).holds
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_isolation_leaves_the_model_as_it_was(tmp_path: Path, training: bool) -> None:
+    model = tiny_model(tmp_path).train(training)
+    model.lm_head.train(not training)
+    batch = tiny_batch()
+    handle = packed_sdpa.attach(model)
+    proofs.isolation(model, handle, batch)
+    assert handle.enabled and model.training is training and model.lm_head.training is not training
+
+    def fail(*_: object) -> None:
+        if not handle.enabled:
+            raise KeyboardInterrupt
+
+    model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        proofs.isolation(model, handle, batch)
+    assert handle.enabled and model.training is training and model.lm_head.training is not training
+
+
 def test_weights_of_the_folder_are_loaded(tmp_path: Path) -> None:
     model = tiny_model(tmp_path)
     with torch.no_grad():
