@@ -45,10 +45,21 @@ class NotTakenError(RuntimeError):
 class Attachment:
     """What ``attach`` did to one model. ``handles`` counts the handles on it that are not detached."""
 
-    def __init__(self, model: nn.Module, found: Survey, documents: Any, strict: bool, on_mask: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Survey,
+        documents: Any,
+        strict: bool,
+        on_mask: str,
+        asked_route: str = "auto",
+        match: Match | None = None,
+    ) -> None:
         self.model = weakref.ref(model)
         self.found = found
         self.route = found.route
+        self.asked_route = asked_route  # one of ROUTES; route is what came of it
+        self.match = match
         self.documents = documents
         self.strict = strict
         self.on_mask = on_mask
@@ -357,9 +368,9 @@ def attach(
     _check_arguments(model, route, documents, match, strict, on_mask)
     there = _attachment_in(model)
     if there is not None:
-        return _attach_again(model, there, route, documents, strict, on_mask)
+        return _attach_again(model, there, route, documents, match, strict, on_mask)
     found = survey(model, route, _matcher(match))
-    attachment = Attachment(model, found, documents, strict, on_mask)
+    attachment = Attachment(model, found, documents, strict, on_mask, route, match)
     attachment.apply()
     for name, kind in found.of_another_kind.items():
         warnings.warn(
@@ -389,21 +400,24 @@ def _attachment_in(model: nn.Module) -> Attachment | None:
 
 
 def _attach_again(
-    model: nn.Module, there: Attachment, route: str, documents: Any, strict: bool, on_mask: str
+    model: nn.Module, there: Attachment, route: str, documents: Any, match: Match | None, strict: bool, on_mask: str
 ) -> Handle:
     if there.model() is not model:
         raise ValueError(
             f"model: a part of this {type(model).__name__} (or the model around it) is attached already; detach that "
             "handle first"
         )
-    asked = {"documents": documents, "strict": strict, "on_mask": on_mask}
-    if route != "auto":
-        asked["route"] = route
-    for name, value in asked.items():
-        if getattr(there, name) != value:
+    same_route = route in (there.asked_route, there.route)
+    for name, value, before, same in (
+        ("route", route, there.asked_route, same_route),
+        ("documents", documents, there.documents, documents == there.documents),
+        ("match", match, there.match, _parts(match) == _parts(there.match)),
+        ("strict", strict, there.strict, strict == there.strict),
+        ("on_mask", on_mask, there.on_mask, on_mask == there.on_mask),
+    ):
+        if not same:
             raise ValueError(
-                f"{name}={value!r}: the model is attached already with {name}={getattr(there, name)!r}; detach that "
-                "handle first"
+                f"{name}={value!r}: the model is attached already with {name}={before!r}; detach that handle first"
             )
     return Handle(there)
 
@@ -430,10 +444,15 @@ def _check_arguments(model: Any, route: Any, documents: Any, match: Any, strict:
         raise TypeError(f"match must be a name suffix, a glob, a list of them or a function, got {match!r}")
 
 
+def _parts(match: Match | None) -> Any:
+    """As a list of patterns, so that one pattern and a list of it are the same; a function as it is."""
+    return [match] if isinstance(match, str) else list(match) if isinstance(match, Sequence) else match
+
+
 def _matcher(match: Match | None) -> Callable[[str, nn.Module], bool] | None:
     if match is None or (callable(match) and not isinstance(match, str)):
         return match
-    patterns = [match] if isinstance(match, str) else list(match)
+    patterns = _parts(match)
 
     def matches(name: str, module: nn.Module) -> bool:
         return any(

@@ -363,10 +363,27 @@ def test_attach_twice(llama, batch):
     with packed_sdpa.attach(llama):
         with pytest.raises(ValueError, match="strict=True: the model is attached already with strict=False; detach"):
             packed_sdpa.attach(llama, strict=True)
+        for other in ({"match": "self_attn"}, {"route": "hooks"}, {"documents": None}, {"on_mask": "warn"}):
+            ((name, value),) = other.items()
+            with pytest.raises(
+                ValueError, match=f"{name}={value!r}: the model is attached already with {name}=.*; detach"
+            ):
+                packed_sdpa.attach(llama, **other)
+        packed_sdpa.attach(llama, route="interface").detach()  # what auto came to
         with pytest.raises(ValueError, match="a part of this"):
             packed_sdpa.attach(ValueHead(llama))
         with pytest.raises(ValueError, match="a part of this"):
             packed_sdpa.attach(llama.model)
+
+
+def test_attach_twice_with_a_route_and_a_match(llama):
+    with packed_sdpa.attach(llama, route="hooks", match="self_attn"):
+        packed_sdpa.attach(llama, route="hooks", match=["self_attn"]).detach()  # the same
+        with pytest.raises(ValueError, match="route='auto': the model is attached already with route='hooks'; detach"):
+            packed_sdpa.attach(llama, match="self_attn")
+        for match in (None, "attn"):
+            with pytest.raises(ValueError, match=f"match={match!r}: the model is attached already with match='self_at"):
+                packed_sdpa.attach(llama, route="hooks", match=match)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
