@@ -74,7 +74,8 @@ def _read_text(file: Path, field: str) -> list[str]:
 
 def _read_jsonl(file: Path, field: str) -> list[str]:
     texts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    # Not splitlines: it also splits at U+2028, U+2029 and U+0085, which JSON allows inside strings.
+    for number, line in enumerate(file.read_bytes().decode("utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -113,3 +113,11 @@ def test_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
 def test_missing_extra_says_what_to_install() -> None:
     with pytest.raises(MissingExtraError, match=r"no_such_module_here is not installed; run `pip install 'packed"):
         import_extra("no_such_module_here", "demo")
+
+
+def test_jsonl_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    """JSON allows U+2028, U+2029 and U+0085 inside strings, at which splitlines() splits."""
+    texts = ["one\u2028line", "two\u2029lines", "three\u0085lines"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "a.jsonl").write_bytes("\r\n".join([*lines, "", ""]).encode("utf-8"))
+    assert read_documents(tmp_path / "a.jsonl").texts == texts
