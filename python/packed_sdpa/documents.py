@@ -187,7 +187,12 @@ def _read_doc_ids(name: str, value: Any, shape: tuple[int, int] | None, _: Tenso
 
 def _read_seq_idx(name: str, value: Any, shape: tuple[int, int] | None, _: Tensor | None) -> _Claim:
     """0-based; -1 is padding."""
-    return _Claim(name, _not_negative(f"{name} + 1", _rows(name, _host_ids(name, value), shape) + 1))
+    ids = _rows(name, _host_ids(name, value), shape)
+    if ids.numel() and int(ids.min()) < -1:
+        raise ValueError(
+            f"{name} must be 0, 1, ... for documents and -1 for padding, got {int(ids.min())}; use -1 for padding"
+        )
+    return _Claim(name, ids + 1)
 
 
 def _read_cu_seq_lens(name: str, value: Any, shape: tuple[int, int] | None, mask: Tensor | None) -> _Claim:
@@ -220,10 +225,7 @@ def _read_attention_mask(name: str, value: Any, shape: tuple[int, int] | None, _
     """An indexed mask: 0 padding, 1, 2, ... the documents. A mask of zeros and ones tells none."""
     if not is_indexed_mask(value):
         return None
-    ids = value.detach().cpu()
-    if ids.is_floating_point():
-        return None
-    return _Claim(name, _not_negative(name, _rows(name, ids.to(torch.int64), shape)))
+    return _Claim(name, _not_negative(name, _rows(name, _host_ids(name, value), shape)))
 
 
 def is_indexed_mask(mask: Any) -> bool:

@@ -175,7 +175,7 @@ def test_positions_of_three_axes():
             ValueError,
             "doc_ids must not be negative, got -2; use 0 for padding",
         ),
-        ({"seq_idx": ids(0, 0, 0, 0, 0, 0, 0, -2)}, ValueError, r"seq_idx \+ 1 must not be negative"),
+        ({"seq_idx": ids(0, 0, 0, 0, 0, 0, 0, -2)}, ValueError, r"seq_idx must be 0, 1, .* got -2; use -1 for padding"),
         ({"cu_seq_lens_q": torch.tensor([1, 8])}, ValueError, r"cu_seq_lens_q must start at 0, .* got \[1, 8\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 5, 3])}, ValueError, "not decrease"),
         ({"cu_seq_lens_q": torch.tensor([0, 9])}, ValueError, "end at most at the 8 tokens"),
