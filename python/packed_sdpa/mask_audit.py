@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -109,7 +110,10 @@ class DenseMaskAudit:
         self._on_mask = on_mask
         self._warned = warned
         self._kinds: set[tuple] = set()  # kinds of masks that were looked at whole
-        self._latest: tuple = ()  # the mask that was looked at last: layers share it
+        # The mask that was looked at last: layers share it, or views of it. Its address alone would not tell it from
+        # another mask in memory that was used again.
+        self._latest_owner: weakref.ref[Tensor] | None = None
+        self._latest: tuple = ()
 
     def __call__(
         self, documents: ArmedDocuments, window_size: tuple[int, int], mask: Tensor | None, is_causal: bool
@@ -118,8 +122,11 @@ class DenseMaskAudit:
             return None if is_causal or documents.rows == 1 else NOT_CAUSAL_CALL
         if self._on_mask == "ignore":
             return None
-        this = (mask.data_ptr(), mask._version, mask.shape, documents.id, window_size)
-        if this == self._latest:
+        owner = mask if mask._base is None else mask._base
+        place = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype)
+        # A tensor made in inference mode counts no changes, so it is looked at again each time.
+        this = () if mask.is_inference() else (place, mask._version, documents.id, window_size)
+        if this and this == self._latest and self._latest_owner is not None and self._latest_owner() is owner:
             return None
         kind = (mask.dtype, mask.device, mask.dim(), window_size)
         rule = MaskRule(True, window_size)
@@ -133,7 +140,7 @@ class DenseMaskAudit:
         if pair is not None:
             raise_or_warn(self._on_mask, f"attn_mask: {describe_pair(pair, rule)}", self._warned)
         self._kinds.add(kind)
-        self._latest = this
+        self._latest, self._latest_owner = this, weakref.ref(owner)
         return None
 
 

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import packed_sdpa
+from packed_sdpa import mask_audit
+from packed_sdpa.armed import ArmedDocuments
 
 STOCK = F.scaled_dot_product_attention
 EXACT = 1e-12
@@ -247,3 +249,30 @@ def test_documents_die_with_their_graph(model):
         del out
         gc.collect()
         assert set(armed._alive) <= before
+
+
+def test_a_mask_in_reused_memory_is_looked_at_again():
+    """Same address, version, shape and documents, but another mask."""
+    memory = bytearray(torch.ones(6, 6, dtype=torch.bool).tril().flatten().tolist())
+    audit = mask_audit.DenseMaskAudit("error", set())
+    documents = ArmedDocuments(torch.tensor([[1, 1, 1, 2, 2, 2]]))
+    mask = torch.frombuffer(memory, dtype=torch.bool).view(6, 6)
+    looked_at: list[int] = []
+    whole = mask_audit.differing_pair
+
+    def count(*arguments):
+        looked_at.append(1)
+        return whole(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mask_audit, "differing_pair", count)
+        assert audit(documents, (-1, -1), mask, False) is None
+        assert audit(documents, (-1, -1), mask, False) is None and len(looked_at) == 1
+        assert audit(documents, (-1, -1), mask[:], False) is None and len(looked_at) == 1  # a view: the same memory
+        del mask
+        other = torch.frombuffer(memory, dtype=torch.bool).view(6, 6)
+        assert other._version == 0 and audit(documents, (-1, -1), other, False) is None and len(looked_at) == 2
+        with torch.inference_mode():
+            uncounted = other.clone()
+            assert audit(documents, (-1, -1), uncounted, False) is None
+            assert audit(documents, (-1, -1), uncounted, False) is None and len(looked_at) == 4
