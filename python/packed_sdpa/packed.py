@@ -172,7 +172,11 @@ def _reason_without_documents(frame: Frame | None, query: Tensor, key: Tensor, v
 
 
 def _caller_names_us() -> bool:
-    """A call by our own name, not by that of SDPA, which this function stands in for in all threads."""
+    """A call by our own name, not by that of SDPA, which this function stands in for in all threads.
+
+    The caller's code tells: a direct call through an alias (another name, a variable, a partial), made while another
+    thread runs a hooked forward, cannot be told from a call of SDPA and is passed to stock.
+    """
     code = sys._getframe(3).f_code
     return "_packed_varlen_sdpa" in code.co_names or "_packed_varlen_sdpa" in code.co_freevars
 
