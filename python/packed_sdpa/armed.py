@@ -13,6 +13,7 @@ from torch import Tensor
 from packed_sdpa import _torch_private
 from packed_sdpa._library import ops
 from packed_sdpa.layout import LayoutTensors, PackedLayout
+from packed_sdpa.records import Choice
 
 _METADATA_KEY = "packed_sdpa_documents"
 _resolve = ops.resolve_documents.default
@@ -25,7 +26,7 @@ class ArmedDocuments:
     :func:`packed_sdpa.packed_attention`. Raises ValueError or TypeError before anything changes.
     """
 
-    __slots__ = ("__weakref__", "_core", "backend", "backend_names", "batch", "doc_ids", "id", "layout", "rows")
+    __slots__ = ("__weakref__", "_core", "backend", "batch", "choices", "doc_ids", "id", "layout", "rows")
 
     def __init__(self, doc_ids: Tensor, backend: str = "auto") -> None:
         if not isinstance(doc_ids, Tensor):
@@ -42,7 +43,7 @@ class ArmedDocuments:
         self.batch, self.rows = self.doc_ids.shape
         self.layout = PackedLayout(LayoutTensors(*core.layout()), self.batch, self.rows, self.rows)
         self.backend: str = core.backend()
-        self.backend_names: dict[tuple[object, ...], str] = {}  # which backend took a call of that kind
+        self.choices: dict[tuple[object, ...], Choice] = {}  # which backend took a call of that kind
         _alive[self.id] = self
 
     def __iter__(self) -> Iterator[object]:

@@ -160,7 +160,8 @@ class Attachment:
         if self.documents is None:
             documents = armed
         else:
-            documents = find_documents(arguments, told)
+            backend = "auto" if armed is None else armed.backend
+            documents = find_documents(arguments, told, backend=backend)
             if armed is not None and documents is None:
                 documents = armed
             elif armed is not None and documents is not None:

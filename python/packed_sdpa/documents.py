@@ -45,7 +45,7 @@ class Documents:
             piece = (rows.flatten() - first[document]) // size
             _, numbers = torch.stack([document, piece]).unique(dim=1, return_inverse=True)
             ids = (numbers.view_as(self.doc_ids) + 1).masked_fill(self.doc_ids == 0, 0)
-            self._chunks[size] = from_doc_ids(ids, self.source)
+            self._chunks[size] = from_doc_ids(ids, self.source, self.backend)
         return self._chunks[size]
 
     @property
@@ -76,16 +76,18 @@ class _Claim:
     boundaries_only: bool = False
 
 
-def from_doc_ids(doc_ids: Tensor, source: str = "doc_ids") -> Documents:
+def from_doc_ids(doc_ids: Tensor, source: str = "doc_ids", backend: str = "auto") -> Documents:
     """doc_ids: integer or bool ``[B, S]`` or ``[S]``, any device. Raises as :class:`ArmedDocuments`."""
-    return Documents(ArmedDocuments(doc_ids), source)
+    return Documents(ArmedDocuments(doc_ids, backend), source)
 
 
-def find_documents(arguments: Mapping[str, Any], told: Any = None, told_by: str = "documents") -> Documents | None:
+def find_documents(
+    arguments: Mapping[str, Any], told: Any = None, told_by: str = "documents", backend: str = "auto"
+) -> Documents | None:
     """The documents that ``arguments`` (by parameter name) tell, or None when none of them tells any.
 
     told: what the caller's ``documents=`` gave, doc_ids ``[B, S]`` / ``[S]`` or a :class:`PackedLayout`; it is
-    looked at first. Zeros of a 2-D ``attention_mask`` are padding.
+    looked at first. backend: as in :func:`packed_sdpa.packed_attention`. Zeros of a 2-D ``attention_mask`` are padding.
 
     Raises ValueError for a source of the wrong shape, and when two sources disagree.
     """
@@ -107,7 +109,7 @@ def find_documents(arguments: Mapping[str, Any], told: Any = None, told_by: str 
         ids = ids.masked_fill(~padding_mask, 0)
     for other in claims[1:]:
         _check_agreement(_Claim(first.name, ids, first.boundaries_only), other)
-    return from_doc_ids(ids, first.name)
+    return from_doc_ids(ids, first.name, backend)
 
 
 def _batch_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from packed_sdpa.armed import ArmedDocuments
 from packed_sdpa.arming import documents_armed_by_hand
+from packed_sdpa.choice import choice_of
 from packed_sdpa.documents import Documents, from_doc_ids
-from packed_sdpa.functional import attention_on_tensors, explain_on_tensors
+from packed_sdpa.functional import attention_on_tensors
 from packed_sdpa.layout import LayoutTensors
 from packed_sdpa.mask_audit import (
     MaskRule,
@@ -49,8 +51,8 @@ class DocumentMask(NamedTuple):
     layout: LayoutTensors
     is_causal: bool
     window_size: tuple[int, int]
-    backend: str
-    ledger: Ledger
+    documents: ArmedDocuments
+    ledger: Ledger | None  # None: a model that uses the name without attach, whose calls nobody can read
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,15 +154,13 @@ def document_mask(
             **kwargs,
         )
     rule, others = _read_mask_function(mask_function)
-    ledger = scope.ledger if scope is not None else _UNATTACHED
     if rule.chunk_size:
         documents = documents.in_chunks(rule.chunk_size)
     _audit(masking, scope, documents, rule, others, mask_function, device, kwargs)
     tensors = documents.layout.tensors(device)
-    return DocumentMask(tensors, rule.is_causal, rule.window_size, documents.backend, ledger)
-
-
-_UNATTACHED = Ledger()  # counts calls of models that use the name without attach
+    return DocumentMask(
+        tensors, rule.is_causal, rule.window_size, documents.armed, None if scope is None else scope.ledger
+    )
 
 
 def _documents_outside_attach(mask_function: Callable, attention_mask: Tensor | None) -> Documents | None:
@@ -186,7 +186,7 @@ def _audit(
 ) -> None:
     """What the model's mask has beyond the rule (``others``) is evaluated inside documents, and refused by name."""
     on_mask = scope.on_mask if scope is not None else "error"
-    warned = scope.ledger.warned if scope is not None else _UNATTACHED.warned
+    warned = scope.ledger.warned if scope is not None else set()
     model = type(kwargs["config"]).__name__ if "config" in kwargs else "the model"
     if others and on_mask != "ignore":
 
@@ -357,7 +357,7 @@ def document_attention(
         window_size=attention_mask.window_size,
         scale=scaling,
         dropout_p=dropout,
-        backend=attention_mask.backend,
+        backend=attention_mask.documents.backend,
     )
     if not torch.compiler.is_compiling():
         _count_taken(module, query, key, value, attention_mask, dropout)
@@ -367,24 +367,18 @@ def document_attention(
 def _count_taken(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask, dropout: float
 ) -> None:
-    ledger = mask.ledger
-    heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
-    call = (query.device, query.dtype, heads, dropout > 0, mask.is_causal, mask.window_size)
-    name = ledger.backend_names.get(call)
-    if name is None:
-        reports = explain_on_tensors(
-            query,
-            key,
-            value,
-            mask.layout,
-            is_causal=mask.is_causal,
-            window_size=mask.window_size,
-            dropout_p=dropout,
-            backend=mask.backend,
-        )
-        name = reports.chosen or "none"
-        ledger.backend_names[call] = name
-    ledger.record(module).count_taken(name, mask.window_size)
+    if mask.ledger is None:
+        return
+    choice = choice_of(
+        mask.documents,
+        query,
+        key,
+        value,
+        is_causal=mask.is_causal,
+        window_size=mask.window_size,
+        dropout_p=dropout,
+    )
+    mask.ledger.record(module).count_taken(choice, mask.window_size)
 
 
 def _count_passed(module: nn.Module, query: Tensor, key: Tensor) -> None:
@@ -468,7 +462,12 @@ def window_of(attention: nn.Module) -> tuple[int, int] | None:
         window = window if kinds[layer] == "sliding_attention" else None
     elif hasattr(attention, "sliding_window"):
         window = attention.sliding_window
-    return (window - 1, 0) if isinstance(window, int) and window > 0 else (-1, -1)
+    return window_of_width(window)
+
+
+def window_of_width(sliding_window: object) -> tuple[int, int]:
+    """window_size of Transformers' ``sliding_window = W``, which counts the row itself; None or 0: no window."""
+    return (sliding_window - 1, 0) if isinstance(sliding_window, int) and sliding_window > 0 else (-1, -1)
 
 
 def switch_implementation(config: Any) -> Callable[[], None]:

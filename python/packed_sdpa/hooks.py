@@ -3,8 +3,8 @@
 ``hook_attention(module, record, *, attachment=None, window_size=None, audit=None) -> unhook``
     While ``module`` runs (called, or its ``forward`` called directly), and only in that thread, attention calls go to
     the packed function: taken when the documents in force fit, else passed through to stock; ``record`` counts each as
-    taken or passed with its reason. A module with ``is_causal = False`` is passed through; its ``sliding_window = W``
-    becomes the window ``(W - 1, 0)`` unless ``window_size`` gives one. ``attachment`` names whose forward scopes the
+    taken or passed with its reason. A module with ``is_causal = False`` is passed through; its ``sliding_window`` is
+    its window (`hf.window_of_width`) unless ``window_size`` gives one. ``attachment`` names whose forward scopes the
     module listens to; without one only the armed state counts. ``audit(documents, window_size, attn_mask, is_causal)``
     is asked about the mask of each call that would be taken: it returns a reason to pass the call through, or None, or
     raises. ``unhook()`` leaves the module as it was found.
@@ -35,7 +35,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from packed_sdpa import guard, interception
+from packed_sdpa import guard, hf, interception
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_documents
 from packed_sdpa.records import ModuleRecord
@@ -112,8 +112,7 @@ class AttentionHook:
     def window(self) -> tuple[int, int]:
         if self.window_size is not None:
             return self.window_size
-        width = getattr(self._module(), "sliding_window", None)
-        return (width - 1, 0) if isinstance(width, int) and width > 0 else (-1, -1)
+        return hf.window_of_width(getattr(self._module(), "sliding_window", None))
 
     def documents(self) -> ArmedDocuments | None:
         """Those of the call that runs now; see `documents_of_call`."""

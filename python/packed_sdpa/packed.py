@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from packed_sdpa import _torch_private, interception
 from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_for_recompute
-from packed_sdpa.functional import attention_on_tensors, explain_on_tensors
+from packed_sdpa.choice import choice_of
+from packed_sdpa.functional import attention_on_tensors
 from packed_sdpa.hooks import hook_self_attention
 from packed_sdpa.interception import Frame
 from packed_sdpa.state import _PACKED_STATE, configured_attn_backend, dispatcher_preference
@@ -119,7 +120,8 @@ def _packed_varlen_sdpa(
     )
     keep_for_recompute(output, documents)
     if frame is not None:
-        frame.hook.record.count_taken(_backend_name(documents, *matched, window, dropout_p), window)
+        choice = choice_of(documents, *matched, is_causal=True, window_size=window, dropout_p=dropout_p)
+        frame.hook.record.count_taken(choice, window)
     return output
 
 
@@ -263,30 +265,3 @@ def _sizes(documents: ArmedDocuments, query: Tensor, key: Tensor, value: Tensor)
         f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}, "
         f"doc_ids [{documents.batch}, {documents.rows}]"
     )
-
-
-def _backend_name(
-    documents: ArmedDocuments, query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int], dropout_p: float
-) -> str:
-    """Which backend takes such a call. Asked once per documents and kind of call."""
-    kind = (
-        query.device,
-        query.dtype,
-        query.shape[1],
-        key.shape[1],
-        query.shape[3],
-        value.shape[3],
-        window,
-        dropout_p > 0,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    name = documents.backend_names.get(kind)
-    if name is None:
-        layout = documents.layout.tensors(query.device)
-        reports = explain_on_tensors(
-            query, key, value, layout, window_size=window, dropout_p=dropout_p, backend=documents.backend
-        )
-        name = reports.chosen
-        assert name is not None, "the call was taken"
-        documents.backend_names[kind] = name
-    return name

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Choice(NamedTuple):
+    """The backend that takes a call. ``not_preferred``: which one was preferred (``auto:NAME``) and why it did not."""
+
+    backend: str
+    not_preferred: str = ""  # "NAME: reasons"; empty where the preferred one ran, or none was preferred
 
 
 @dataclass
@@ -15,11 +23,14 @@ class ModuleRecord:
     passed: Counter[str] = field(default_factory=Counter)  # by reason
     backends: Counter[str] = field(default_factory=Counter)  # by name, taken calls only
     windows: Counter[tuple[int, int]] = field(default_factory=Counter)  # window_size of taken calls
+    not_preferred: Counter[str] = field(default_factory=Counter)  # by preferred backend and reason, taken calls only
     last_passed: str = ""  # reason of the latest call that was passed through
 
-    def count_taken(self, backend: str, window_size: tuple[int, int] = (-1, -1)) -> None:
+    def count_taken(self, choice: Choice, window_size: tuple[int, int] = (-1, -1)) -> None:
         self.taken += 1
-        self.backends[backend] += 1
+        self.backends[choice.backend] += 1
+        if choice.not_preferred:
+            self.not_preferred[choice.not_preferred] += 1
         self.windows[window_size] += 1
 
     def count_passed(self, reason: str) -> None:
@@ -33,5 +44,5 @@ class ModuleRecord:
     def reset(self) -> None:
         self.taken = 0
         self.last_passed = ""
-        for counter in (self.passed, self.backends, self.windows):
+        for counter in (self.passed, self.backends, self.windows, self.not_preferred):
             counter.clear()

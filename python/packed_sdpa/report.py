@@ -23,6 +23,7 @@ class ModuleReport:
     passed: dict[str, int]  # reason -> calls
     backends: dict[str, int]  # name -> calls taken
     windows: dict[tuple[int, int], int]  # window_size -> calls taken
+    not_preferred: dict[str, int]  # preferred backend and why it did not run -> calls taken by another
 
 
 class Report:
@@ -33,7 +34,7 @@ class Report:
         self.route = attachment.route
         self.layouts_built = attachment.ledger.layouts_built
         self.modules = tuple(
-            ModuleReport(r.name, r.taken, dict(r.passed), dict(r.backends), dict(r.windows))
+            ModuleReport(r.name, r.taken, dict(r.passed), dict(r.backends), dict(r.windows), dict(r.not_preferred))
             for r in attachment.ledger.records.values()
         )
 
@@ -57,6 +58,11 @@ class Report:
         """Reason -> calls passed through for it."""
         return dict(sum((Counter(module.passed) for module in self.modules), Counter()))
 
+    @property
+    def not_preferred(self) -> dict[str, int]:
+        """Preferred backend and why it did not run -> calls taken by another."""
+        return dict(sum((Counter(module.not_preferred) for module in self.modules), Counter()))
+
     def reset(self) -> None:
         """Starts the counters of the model again; this report keeps what it has."""
         for record in self._attachment.ledger.records.values():
@@ -70,7 +76,9 @@ class Report:
         table = Table(title=title, title_justify="left")
         for heading, justify in (("module", "left"), ("taken", "right"), ("passed", "right")):
             table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-        for heading in ("backend", "window", "why passed through"):
+        not_preferred = any(module.not_preferred for module in self.modules)
+        last = ("why not the preferred backend",) if not_preferred else ()
+        for heading in ("backend", "window", "why passed through", *last):
             table.add_column(heading, overflow="fold")
         for module in self.modules:
             table.add_row(
@@ -79,7 +87,8 @@ class Report:
                 str(sum(module.passed.values())),
                 ", ".join(module.backends) or "-",
                 ", ".join(_window(window) for window in module.windows) or "-",
-                "; ".join(f"{reason} ({count}x)" for reason, count in module.passed.items()) or "-",
+                _reasons(module.passed),
+                *([_reasons(module.not_preferred)] if not_preferred else []),
             )
         return table
 
@@ -93,6 +102,10 @@ class Report:
         with console.capture() as capture:
             console.print(self.table())
         return capture.get()
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return "; ".join(f"{reason} ({count}x)" for reason, count in counts.items()) or "-"
 
 
 def _window(window: tuple[int, int]) -> str:

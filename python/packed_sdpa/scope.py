@@ -18,7 +18,6 @@ class Ledger:
         self.records: weakref.WeakKeyDictionary[nn.Module, ModuleRecord] = weakref.WeakKeyDictionary()
         self.warned: set[str] = set()
         self.layouts_built = 0
-        self.backend_names: dict[tuple, str] = {}  # by kind of call: device, types, heads, dims
 
     def record(self, module: nn.Module) -> ModuleRecord:
         found = self.records.get(module)

@@ -182,6 +182,66 @@ def test_report_counts_and_prints(model):
         assert packed_sdpa.report(handle).taken == 0 and report.taken == 2
 
 
+IDS = torch.repeat_interleave(torch.arange(1, len(LENGTHS) + 1), torch.tensor(LENGTHS))[None]
+FLASH_ON_CPU = "flash: this torch has no aten::_flash_attention_forward for cpu"
+
+
+def arm_with(ids, backend):
+    from packed_sdpa.armed import ArmedDocuments
+    from packed_sdpa.state import _PACKED_STATE
+
+    _PACKED_STATE.set(ArmedDocuments(ids, backend))
+
+
+@pytest.fixture
+def disarmed():
+    yield
+    packed_sdpa.disarm()
+
+
+@pytest.mark.parametrize("route", ["hooks", "interface"])
+@pytest.mark.parametrize("documents", [None, "auto"])
+def test_a_preference_that_was_not_honoured_is_counted_with_its_reason(model, disarmed, route, documents):
+    from packed_sdpa.packed import enable_cp1_packed_varlen
+
+    batch = packed_batch()
+    enable_cp1_packed_varlen(IDS, "flash")
+    with packed_sdpa.attach(model.eval(), route=route, documents=documents, strict=True):
+        model(**(batch if documents == "auto" else {"input_ids": batch["input_ids"]}))
+        report = packed_sdpa.report(model)
+        assert report.taken == 2 and report.not_preferred == {FLASH_ON_CPU: 2}
+        assert "why not the preferred backend" in str(report) and "flash: this torch has no" in str(report)
+        assert all(module.not_preferred == {FLASH_ON_CPU: 1} for module in report.modules)
+        report.reset()
+        arm_with(IDS, "auto")
+        model(**batch)
+        report = packed_sdpa.report(model)
+        assert report.taken == 2 and report.not_preferred == {}
+        assert "why not the preferred backend" not in str(report)
+        arm_with(IDS, "auto:per_document")  # this one can be honoured
+        report.reset()
+        model(**batch)
+        report = packed_sdpa.report(model)
+        assert report.backends == {"per_document": 2} and report.not_preferred == {}
+
+
+@pytest.mark.parametrize("route", ["hooks", "interface"])
+def test_the_backend_is_named_per_documents(model, disarmed, route):
+    """Calls of one kind over documents that were armed with another backend."""
+    batch = packed_batch()
+    with packed_sdpa.attach(model.eval(), route=route, documents=None, strict=True):
+        for backend in ("cpu", "reference"):
+            arm_with(IDS, backend)
+            model(input_ids=batch["input_ids"])
+        assert packed_sdpa.report(model).backends == {"cpu": 2, "reference": 2}
+
+
+def test_chunks_keep_the_backend():
+    from packed_sdpa.documents import from_doc_ids
+
+    assert from_doc_ids(torch.ones(1, 5).long(), backend="reference").in_chunks(2).backend == "reference"
+
+
 def test_copies_do_not_count(model):
     with packed_sdpa.attach(model):
         copy.deepcopy(model)(**packed_batch())

@@ -171,8 +171,8 @@ def test_refused_keywords_of_the_interface(name):
     from packed_sdpa.hf import DocumentMask, document_attention
     from packed_sdpa.scope import Ledger
 
-    layout = from_doc_ids(torch.tensor([[1, 1, 2]])).layout
-    mask = DocumentMask(layout.tensors(), True, (-1, -1), "auto", Ledger())
+    documents = from_doc_ids(torch.tensor([[1, 1, 2]]))
+    mask = DocumentMask(documents.layout.tensors(), True, (-1, -1), documents.armed, Ledger())
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(
         NotImplementedError, match=rf"Identity uses .* \({name}\), which the packed kernel does not have"
