@@ -19,7 +19,7 @@ from packed_sdpa.bench_cases import Case, kernel_cases, length_sweep, row_sweep
 from packed_sdpa.bench_contenders import CONTENDERS
 from packed_sdpa.bench_measure import measure_case
 from packed_sdpa.bench_memory import extra_peak_mib
-from packed_sdpa.bench_options import BenchOptions
+from packed_sdpa.bench_options import PLOT_FILES, BenchOptions, check_targets
 from packed_sdpa.bench_overheads import measure_overheads
 from packed_sdpa.errors import import_extra
 
@@ -33,8 +33,7 @@ def run_bench(options: BenchOptions, console: Console | None = None) -> Results:
     ``by_row_length`` (a row a case, dtype, pass and contender), ``training``, ``memory``, ``overheads``, ``schedule``.
     """
     console = console or Console()
-    if options.simulate_cores is not None:
-        bench_schedule.require_item_times()
+    check_targets(options.json, options.markdown, options.plot, PLOT_FILES)
     if options.plot is not None:
         import_extra("matplotlib", "demo")
     if options.training_tokens:

@@ -18,9 +18,12 @@ from torch import Tensor
 
 import packed_sdpa
 from packed_sdpa.bench_cases import Case, log_normal_seqlens
+from packed_sdpa.bench_options import check_targets
+from packed_sdpa.errors import InputError
 from packed_sdpa.png import write_bars
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+PLOT_FILE = "bench_cuda.png"
 _WARMUP_CALLS = 2
 _DENSE_LIMIT = 32_768
 _FLEX_SHAPES = (("M1", 8192), ("M2", 8192), ("M1", 32_768))  # each is a compilation
@@ -220,7 +223,7 @@ def plot(result: dict, folder: Path) -> Path:
         for t in sorted(result["timings"], key=lambda t: (t["seq_len"], t["case"]))
         if t["tflops_both"] is not None
     ]
-    path = folder / "bench_cuda.png"
+    path = folder / PLOT_FILE
     write_bars(path, "USEFUL TFLOP/S, FORWARD + BACKWARD, BF16", bars, highlight="packed_sdpa")
     return path
 
@@ -237,6 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.contenders.split(",") if name not in CONTENDERS]
     if unknown:
         parser.error(f"--contenders: unknown {', '.join(unknown)}; there are {', '.join(CONTENDERS)}")
+    try:
+        check_targets(options.json, None, options.plot, (PLOT_FILE,))
+    except InputError as error:
+        parser.error(str(error))
     result = run_bench(
         [int(size) for size in options.seq_lens.split(",")],
         options.rounds,
@@ -244,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.contenders.split(","),
     )
     if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot is not None:
         plot(result, options.plot)

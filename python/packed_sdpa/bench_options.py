@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packed_sdpa.errors import InputError
+from packed_sdpa.targets import check_file, check_folder
 
 CASE_NAMES = ("M1", "M2", "M3", "M4", "M5", "M6", "M7")
 CONTENDER_NAMES = ("packed_sdpa", "loop_expanded", "loop_gqa", "dense", "flex")
 ALL_TRAINING_TOKENS = (4096, 16384)
 ALL_MEMORY = (8192, 16384, 32768, 65536)
+PLOT_FILES = ("kernels.png", "gflops_by_document_length.png", "cost_per_token.png", "memory.png")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
@@ -63,12 +65,17 @@ class BenchOptions:
         ):
             if value is not None and value < 1:
                 raise InputError(f"{flag} must be at least 1, got {value}")
-        for flag, file in (("--json", options.json), ("--markdown", options.markdown)):
-            if file is not None and file.is_dir():
-                raise InputError(f"{flag} {file} is a folder; pass a file to write")
-        if options.plot is not None and options.plot.exists() and not options.plot.is_dir():
-            raise InputError(f"--plot {options.plot} is a file; pass a folder to write into")
+        check_targets(options.json, options.markdown, options.plot, PLOT_FILES)
         return options
+
+
+def check_targets(json: Path | None, markdown: Path | None, plot: Path | None, plot_files: tuple[str, ...]) -> None:
+    """Raises InputError when what the benchmark writes could not be written."""
+    for flag, file in (("--json", json), ("--markdown", markdown)):
+        if file is not None:
+            check_file(flag, file)
+    if plot is not None:
+        check_folder("--plot", plot, plot_files)
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,6 @@ import torch
 import packed_sdpa
 from packed_sdpa._library import ops
 from packed_sdpa.bench_cases import Case, kernel_cases, log_normal_seqlens
-from packed_sdpa.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -59,18 +58,8 @@ def measure_schedules(cores: int, dtype_name: str) -> list[dict[str, Any]]:
 
 def item_seconds(case: Case, dtype: torch.dtype, backward: bool) -> list[float]:
     """Seconds of each work item of a call, in the order in which threads take them."""
-    require_item_times()
     query, key, value, _ = case.inputs(dtype)
     layout = packed_sdpa.PackedLayout.from_doc_ids(case.doc_ids)
     return list(
         ops.cpu_work_item_seconds(query, key, value, list(layout.tensors()), True, case.window_left, 0, backward)
     )
-
-
-def require_item_times() -> None:
-    """Raises InputError when the library does not report the times of its work items."""
-    if not hasattr(ops, "cpu_work_item_seconds"):
-        raise InputError(
-            "--simulate-cores: this build of the library does not report the times of its work items; "
-            "leave the option out"
-        )

@@ -103,7 +103,9 @@ def _bench_cuda(arguments: argparse.Namespace) -> int:
     import torch
 
     from packed_sdpa import bench_cuda
+    from packed_sdpa.bench_options import check_targets
 
+    check_targets(arguments.json, None, arguments.plot, (bench_cuda.PLOT_FILE,))
     if not torch.cuda.is_available():
         raise InputError("--device cuda needs a CUDA device, and this machine has none")
     wanted = [("--json", arguments.json), ("--plot", arguments.plot), ("--rounds", arguments.rounds)]

@@ -26,8 +26,10 @@ from packed_sdpa.demo_model import DTYPES, check_model, make_config
 from packed_sdpa.demo_worker import Job
 from packed_sdpa.errors import InputError, WorkerError, import_extra
 from packed_sdpa.packing import PackedRows, pack
+from packed_sdpa.targets import check_folder
 
 HALVES = {"stock": "Transformers", "packed": "packed_sdpa"}
+PLOT_FILES = ("loss_curves.png", "step_time_memory.png", "packed_rows.png")
 _VOCAB_SIZE = 2048  # of the tokenizer that is trained on the spot
 
 
@@ -75,7 +77,7 @@ class HalfResult:
 
 
 def check_options(options: DemoOptions) -> None:
-    """Raises InputError for what can be judged without reading anything."""
+    """Raises InputError for what can be judged without reading anything; see :func:`check_out` for ``out``."""
     for name in ("seq_len", "steps", "threads"):
         if getattr(options, name) < 1:
             flag = name.replace("_", "-")
@@ -87,9 +89,11 @@ def check_options(options: DemoOptions) -> None:
     if not options.learning_rate > 0:
         raise InputError(f"--learning-rate must be above 0, got {options.learning_rate}")
     host.cpu_isa()
-    for place in (options.out, *options.out.parents):
-        if place.exists() and not place.is_dir():
-            raise InputError(f"--out {options.out}: {place} is a file; pass a folder to write into")
+
+
+def check_out(options: DemoOptions) -> None:
+    """Raises InputError when what the demo writes could not be written."""
+    check_folder("--out", options.out, ("report.json", *PLOT_FILES))
 
 
 def prepare(options: DemoOptions, max_doc_len: int | None = None) -> Prepared:
@@ -212,6 +216,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> bool:
     console = console or Console()
     import_extra("transformers", "demo")
     import_extra("matplotlib", "demo")
+    check_out(options)
     with console.status("reading, tokenizing and packing"):
         prepared = prepare(options)
     _describe(options, prepared, console)

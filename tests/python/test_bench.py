@@ -14,7 +14,8 @@ from rich.console import Console
 from packed_sdpa import bench, bench_cases, bench_measure, bench_overheads, bench_report, bench_schedule, cli
 from packed_sdpa.bench_cases import Case
 from packed_sdpa.bench_contenders import CONTENDERS, dense_mask
-from packed_sdpa.bench_options import CASE_NAMES, CONTENDER_NAMES, BenchOptions
+from packed_sdpa.bench_options import CASE_NAMES, CONTENDER_NAMES, PLOT_FILES, BenchOptions, check_targets
+from packed_sdpa.errors import InputError
 
 TINY = Case("T", "tiny", num_heads=4, num_kv_heads=2, head_dim=8, seqlens=(5, 1, 9))
 TINY_WINDOW = replace(TINY, name="TW", window_left=2)
@@ -113,6 +114,23 @@ def test_schedule_on_more_cores() -> None:
         bench_schedule.simulate([], cores=1)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("case", [TINY, TINY_WINDOW], ids=["causal", "window"])
+def test_item_seconds_are_measured(case: Case, backward: bool) -> None:
+    seconds = bench_schedule.item_seconds(case, torch.float32, backward)
+    assert seconds and all(second >= 0.0 for second in seconds) and sum(seconds) > 0.0
+
+
+def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "kernels.png").mkdir()
+    with pytest.raises(InputError, match=r"--plot .*kernels\.png is a folder; pass a file to write"):
+        bench.run_bench(BenchOptions(plot=tmp_path))
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    check_targets(tmp_path / "file", tmp_path / "new" / "page.md", None, ())
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kernels.png"]
+
+
 def test_schedule_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case.seq_len for case in bench_schedule.schedule_cases()] == [32768, 32768]
     monkeypatch.setattr(bench_schedule, "item_seconds", lambda case, dtype, backward: [0.5] * (3 if backward else 4))
@@ -178,6 +196,7 @@ def test_the_whole_command_writes_what_was_asked_for(tiny_cases: None, tmp_path:
     assert again.count("bench: begin") == 1 and "Text that stays." in again
     plots = sorted(plot.name for plot in (tmp_path / "plots").iterdir())
     assert plots == ["cost_per_token.png", "gflops_by_document_length.png", "kernels.png"]
+    assert set(plots) < set(PLOT_FILES)
 
 
 def test_tables_of_training_and_memory() -> None:
@@ -225,8 +244,14 @@ def test_memory_in_a_process_of_its_own() -> None:
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--memory", "4096,x"], "--memory must be counts of at least 1 separated by commas, got '4096,x'"),
-        (["--simulate-cores", "64"], "--simulate-cores: this build of the library does not report the times"),
         (["--json", "."], "--json . is a folder; pass a file to write"),
+        (["--markdown", "/dev/null/page.md"], "--markdown /dev/null/page.md: /dev/null is a file; pass a folder"),
+        (["--json", "/proc/new/bench.json"], "--json /proc/new/bench.json cannot be written ("),
+        (["--json", "x" * 300], "cannot be written ("),
+        (["--plot", "/dev/null"], "--plot /dev/null: /dev/null is a file; pass a folder to write into"),
+        (["--plot", "/proc/new"], "--plot /proc/new cannot be written into ("),
+        (["--device", "cuda", "--json", "."], "--json . is a folder; pass a file to write"),
+        (["--device", "cuda", "--plot", "/proc/new"], "--plot /proc/new cannot be written into ("),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

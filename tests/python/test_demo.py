@@ -86,7 +86,8 @@ def test_report_has_the_keys_and_their_meaning(finished: tuple[Path, bool, str])
 
 
 def test_plots_are_images(finished: tuple[Path, bool, str]) -> None:
-    for name in ("loss_curves.png", "step_time_memory.png", "packed_rows.png"):
+    assert sorted(path.name for path in finished[0].iterdir()) == sorted(("report.json", *demo.PLOT_FILES))
+    for name in demo.PLOT_FILES:
         content = (finished[0] / name).read_bytes()
         assert content.startswith(b"\x89PNG") and len(content) > 5_000
 
