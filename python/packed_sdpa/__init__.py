@@ -1,5 +1,7 @@
 """Exact, fast attention for packed sequences."""
 
+import importlib.metadata
+
 from packed_sdpa._library import cmake_prefix_path
 from packed_sdpa.arming import arm, disarm
 from packed_sdpa.attach import Handle, NotTakenError, attach
@@ -12,7 +14,7 @@ from packed_sdpa.mask_audit import MaskNotHonouredError
 from packed_sdpa.packing import PackedRows, pack
 from packed_sdpa.report import Report, report
 
-__version__ = "0.1.0"
+__version__ = importlib.metadata.version("packed-sdpa")
 
 __all__ = [
     "GraphLayout",

@@ -24,7 +24,7 @@ _CALLS: tuple[tuple[str, torch.dtype, int, dict[str, object]], ...] = (
     ("both ways", torch.float32, 64, {"is_causal": False}),
     ("dropout", torch.float32, 64, {"dropout_p": 0.1}),
 )
-_OPTIONAL = ("transformers", "accelerate", "tokenizers", "matplotlib", "psutil", "pyarrow")
+_OPTIONAL = ("transformers", "accelerate", "tokenizers", "matplotlib", "pyarrow")
 
 
 def facts() -> list[tuple[str, str]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import packed_sdpa
 from packed_sdpa import cli, host
 from packed_sdpa._library import LIBRARY_PATH
 from packed_sdpa.errors import WorkerError
@@ -97,6 +99,9 @@ def test_arguments_that_cannot_be_parsed(
         (["demo", "--model", "vision"], "--model vision: no causal language model on SDPA can be made"),
         (["demo", "--model", "few_words"], "its vocabulary of 100 is too small for bytes"),
         (["demo", "--out", "rows.jsonl"], "--out rows.jsonl: rows.jsonl is a file"),
+        (["demo", "--out", "rows.jsonl/new"], "--out rows.jsonl/new: rows.jsonl is a file"),
+        (["demo", "--out", "taken"], "--out taken/report.json is a folder; pass a file to write"),
+        (["demo", "--out", "/proc/new"], "--out /proc/new cannot be written into ("),
         (["check", "--model", "gone"], "--model gone does not exist"),
         (["check", "--model", "empty"], "--model empty holds no config.json"),
     ],
@@ -120,6 +125,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     model_folder(Path("few_words"), vocab_size=100)
     Path("vision").mkdir()
     Path("vision/config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
+    Path("taken/report.json").mkdir(parents=True)
     Path("demo_out").mkdir()
     Path("demo_out/report.json").write_text("mine", encoding="utf-8")
     before = sorted(tmp_path.rglob("*"))
@@ -175,3 +181,19 @@ def test_check_proves_isolation_of_a_model_folder(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     assert code == 0, out
     assert out.count("holds") == 3 and "LlamaForCausalLM" in out
+
+
+def test_version_and_oldest_python_are_stated_once() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    assert packed_sdpa.__version__ == project["project"]["version"]
+    assert project["project"]["requires-python"] == ">=3.11" and project["tool"]["ruff"]["target-version"] == "py311"
+    assert project["tool"]["mypy"]["python_version"] == "3.11"
+    assert "sys.version_info < (3, 11)" in (root / "tools" / "make_venv").read_text(encoding="utf-8")
+    used = {
+        line.split()[1].split(".")[0]
+        for file in (root / "python").rglob("*.py")
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if line.strip().startswith(("import ", "from "))
+    }
+    assert not used & {"numpy", "psutil"}  # so they are no dependencies
