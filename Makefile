@@ -68,6 +68,15 @@ test: test-cpp test-python
 test-slow: build
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
+# The torch-free parts under address, undefined-behaviour and thread sanitizers.
+sanitize: build
+	@for kind in SANITIZE THREAD_SANITIZE; do \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" && export PATH && \
+	  cmake -S tests/cpp -B build/$$kind -G Ninja -DPACKED_SDPA_$$kind=ON -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+	    > build/sanitize-configure.log && cmake --build build/$$kind --parallel $(JOBS) && \
+	  ctest --test-dir build/$$kind --output-on-failure || exit 1; \
+	done
+
 lint: build
 	$(BIN)/ruff check python tests examples tools
 	$(BIN)/ruff format --check python tests examples tools

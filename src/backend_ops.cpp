@@ -1,29 +1,46 @@
 // explain() and build facts for Python.
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
 
 #include <string>
 #include <vector>
 
+#include "checks.h"
 #include "packed_sdpa/backend.h"
 
 namespace packed_sdpa {
 
 namespace {
 
+// The dtype in which a call is computed: under autocast the operands are cast first.
+at::Tensor as_computed(const at::Tensor& operand) {
+  const at::DeviceType device = operand.device().type();
+  const bool is_cast = at::autocast::is_autocast_available(device) &&
+                       at::autocast::is_autocast_enabled(device) && operand.is_floating_point() &&
+                       operand.scalar_type() != at::kDouble;
+  if (!is_cast || operand.scalar_type() == at::autocast::get_autocast_dtype(device)) return operand;
+  return at::empty_like(operand, operand.options().dtype(at::autocast::get_autocast_dtype(device)));
+}
+
 // Rows of [name, "1" when chosen, reason, reason, ...]; no data is read, meta tensors will do.
 std::vector<std::vector<std::string>> explain_op(const at::Tensor& query, const at::Tensor& key,
                                                  const at::Tensor& value, at::TensorList layout,
                                                  bool is_causal, int64_t window_left, int64_t window_right,
                                                  double dropout_p, std::string_view backend) {
+  TORCH_CHECK_VALUE(layout.size() == 6, "layout must be the 6 tensors of PackedLayout.tensors(), got ",
+                    layout.size());
   AttentionCall call;
-  call.query = query;
-  call.key = key;
-  call.value = value;
+  call.query = as_computed(query);
+  call.key = as_computed(key);
+  call.value = as_computed(value);
+  checks::attention_inputs(call.query, call.key, call.value);
   call.layout = {layout[0], layout[1], layout[2], layout[3], layout[4], layout[5]};
   call.mask = {is_causal, window_left, window_right};
   call.dropout_p = dropout_p;
+  checks::mask(call.mask);
+  checks::dropout(dropout_p);
   std::vector<std::vector<std::string>> rows;
   for (const BackendReport& report : explain(make_request(call), backend)) {
     std::vector<std::string> row{report.name, report.chosen ? "1" : "0"};

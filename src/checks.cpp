@@ -6,6 +6,8 @@
 #include <cmath>
 #include <limits>
 #include <sstream>
+#include <utility>
+#include <vector>
 
 namespace packed_sdpa::checks {
 
@@ -24,6 +26,11 @@ void offsets_sorted(const int32_t* values, int64_t count, const char* argument) 
   }
 }
 
+void has_values(const at::Tensor& tensor, const char* argument) {
+  TORCH_CHECK_VALUE(!tensor.is_meta(), argument,
+                    " is on the meta device, which holds no values; give a tensor with values");
+}
+
 }  // namespace
 
 std::string shape_string(const at::Tensor& tensor) {
@@ -34,6 +41,7 @@ std::string shape_string(const at::Tensor& tensor) {
 
 at::Tensor host_ids(const at::Tensor& ids, const char* argument, bool allow_negative) {
   TORCH_CHECK_VALUE(ids.defined(), argument, " is an undefined tensor; give an integer tensor [B, S] or [S]");
+  has_values(ids, argument);
   TORCH_CHECK_TYPE(is_integral_or_bool(ids.scalar_type()), argument,
                    " must have an integer dtype (or bool), got ", ids.scalar_type(),
                    "; convert with .long()");
@@ -44,7 +52,8 @@ at::Tensor host_ids(const at::Tensor& ids, const char* argument, bool allow_nega
   if (host.dim() == 1) host = host.unsqueeze(0);
   TORCH_CHECK_VALUE(host.numel() <= kMaxFlatRows, argument, " has ", host.numel(),
                     " entries; at most 2**31 - 1 rows of a batch are supported, so split the batch");
-  if (!allow_negative && host.numel() > 0) {
+  // Large unsigned ids wrap when they become int64; only their equality counts.
+  if (!allow_negative && ids.scalar_type() != at::kUInt64 && host.numel() > 0) {
     const int64_t smallest = host.min().item<int64_t>();
     TORCH_CHECK_VALUE(smallest >= 0, argument, " must not be negative, got ", smallest,
                       "; use 0 for padding and positive ids for documents");
@@ -54,6 +63,7 @@ at::Tensor host_ids(const at::Tensor& ids, const char* argument, bool allow_nega
 
 at::Tensor host_lengths(const at::Tensor& lengths, const char* argument) {
   TORCH_CHECK_VALUE(lengths.defined(), argument, " is an undefined tensor; give a 1-D integer tensor");
+  has_values(lengths, argument);
   TORCH_CHECK_TYPE(c10::isIntegralType(lengths.scalar_type(), /*includeBool=*/false), argument,
                    " must have an integer dtype, got ", lengths.scalar_type(), "; convert with .int()");
   TORCH_CHECK_VALUE(lengths.dim() == 1, argument, " must be 1-D, got shape ", shape_string(lengths));
@@ -114,6 +124,46 @@ void token_index(const at::Tensor& index, const at::Tensor& offsets, const char*
   }
 }
 
+namespace {
+
+int64_t flat_row(const at::Tensor& index, int64_t place) {
+  return index.numel() == 0 ? place : index.const_data_ptr<int32_t>()[place];
+}
+
+// Both sides of a document: one batch row, maxima that hold, queries that stand among their keys.
+void documents(const LayoutTensors& tensors, int64_t rows_q, int64_t rows_k) {
+  const int32_t* cu_q = tensors.cu_seqlens_q.const_data_ptr<int32_t>();
+  const int32_t* cu_k = tensors.cu_seqlens_k.const_data_ptr<int32_t>();
+  const int32_t* diagonals =
+      tensors.diagonal_offsets.numel() == 0 ? nullptr : tensors.diagonal_offsets.const_data_ptr<int32_t>();
+  int64_t longest_q = 0;
+  int64_t longest_k = 0;
+  for (int64_t d = 0; d + 1 < tensors.cu_seqlens_q.numel(); ++d) {
+    const int64_t count_q = cu_q[d + 1] - cu_q[d];
+    const int64_t count_k = cu_k[d + 1] - cu_k[d];
+    longest_q = std::max(longest_q, count_q);
+    longest_k = std::max(longest_k, count_k);
+    if (count_q == 0 || count_k == 0) continue;
+    const int64_t query_batch = flat_row(tensors.token_index_q, cu_q[d]) / rows_q;
+    const int64_t first_key = flat_row(tensors.token_index_k, cu_k[d]);
+    TORCH_CHECK_VALUE(query_batch == first_key / rows_k, "token_index_k: document ", d,
+                      " has its queries in batch row ", query_batch, " and its keys in batch row ",
+                      first_key / rows_k, "; take layouts from PackedLayout.from_*()");
+    const bool has_gaps = flat_row(tensors.token_index_k, cu_k[d + 1] - 1) - first_key != count_k - 1;
+    const int64_t diagonal = diagonals == nullptr ? count_k - count_q : diagonals[d];
+    // Rows of a document with gaps are looked up among its keys, so each query must stand at one of them.
+    TORCH_CHECK_VALUE(!has_gaps || (diagonal >= 0 && diagonal + count_q <= count_k),
+                      "diagonal_offsets: document ", d, " has gaps, ", count_q, " queries and ", count_k,
+                      " keys, so its offset must be in [0, ", count_k - count_q, "], got ", diagonal);
+  }
+  const int64_t* maxima = tensors.max_seqlens.const_data_ptr<int64_t>();
+  TORCH_CHECK_VALUE(maxima[0] >= longest_q && maxima[1] >= longest_k, "max_seqlens is [", maxima[0], ", ",
+                    maxima[1], "] but the longest document has ", longest_q, " queries and ", longest_k,
+                    " keys; take layouts from PackedLayout.from_*()");
+}
+
+}  // namespace
+
 void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q, int64_t rows_k) {
   const auto int32_1d = [](const at::Tensor& tensor, const char* argument) {
     TORCH_CHECK_VALUE(tensor.defined() && tensor.dim() == 1 && tensor.scalar_type() == at::kInt, argument,
@@ -149,12 +199,13 @@ void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q,
       tensors.diagonal_offsets.numel() == 0 || tensors.diagonal_offsets.numel() == num_documents,
       "diagonal_offsets must have an entry a document (", num_documents, ") or none, got ",
       tensors.diagonal_offsets.numel());
-  if (!tensors.cu_seqlens_q.is_cpu()) return;  // device values were checked where the layout was made
-  for (const at::Tensor& tensor : {tensors.cu_seqlens_k, tensors.token_index_q, tensors.token_index_k,
-                                   tensors.diagonal_offsets, tensors.max_seqlens}) {
-    TORCH_CHECK_VALUE(tensor.is_cpu(), "layout tensors must be on one device, got ", tensor.device(),
-                      " beside cpu; use PackedLayout.tensors(device)");
+  const at::Device device = tensors.cu_seqlens_q.device();
+  for (const at::Tensor& tensor :
+       {tensors.cu_seqlens_k, tensors.token_index_q, tensors.token_index_k, tensors.diagonal_offsets}) {
+    TORCH_CHECK_VALUE(tensor.device() == device, "layout tensors must be on one device, got ",
+                      tensor.device(), " beside ", device, "; use PackedLayout.tensors(device)");
   }
+  if (!device.is_cpu()) return;  // device values were checked where the layout was made
   TORCH_CHECK_VALUE(batch * rows_q <= kMaxFlatRows && batch * rows_k <= kMaxFlatRows, "a batch of ", batch,
                     " x ", std::max(rows_q, rows_k), " rows passes 2**31 - 1; split the batch");
   const auto check_side = [&](const at::Tensor& cu_seqlens, const at::Tensor& index, const char* offsets_name,
@@ -169,6 +220,7 @@ void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q,
   };
   check_side(tensors.cu_seqlens_q, tensors.token_index_q, "cu_seqlens_q", "token_index_q", rows_q);
   check_side(tensors.cu_seqlens_k, tensors.token_index_k, "cu_seqlens_k", "token_index_k", rows_k);
+  documents(tensors, rows_q, rows_k);
 }
 
 void mask(const MaskOptions& mask) {
@@ -188,6 +240,26 @@ void dropout(double dropout_p) {
 void scale(double scale) {
   TORCH_CHECK_VALUE(std::isfinite(scale), "scale must be finite, got ", scale,
                     "; None takes head_dim ** -0.5");
+}
+
+void backward_inputs(const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& value,
+                     const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
+                     double dropout_p) {
+  const std::vector<int64_t> out_sizes = {query.size(0), query.size(1), query.size(2), value.size(3)};
+  for (const auto& [tensor, name] : {std::pair{out, "out"}, std::pair{grad_out, "grad_out"}}) {
+    TORCH_CHECK_VALUE(tensor.sizes() == out_sizes && tensor.scalar_type() == query.scalar_type() &&
+                          tensor.device() == query.device(),
+                      name, " must be ", out_sizes, " ", query.scalar_type(), " on ", query.device(),
+                      ", got ", shape_string(tensor), " ", tensor.scalar_type(), " on ", tensor.device());
+  }
+  const c10::ScalarType lse_type = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK_VALUE(
+      lse.numel() == 0 || (lse.sizes() == query.sizes().slice(0, 3) && lse.scalar_type() == lse_type),
+      "lse must be ", query.sizes().slice(0, 3), " ", lse_type, ", got ", shape_string(lse), " ",
+      lse.scalar_type());
+  TORCH_CHECK_VALUE(dropout_p == 0.0 || (rng_state.scalar_type() == at::kLong && rng_state.numel() == 2),
+                    "rng_state must be int64 [2] when dropout_p is not 0, got ", shape_string(rng_state), " ",
+                    rng_state.scalar_type(), "; hand over what varlen_attention_forward gave");
 }
 
 void options(const AttentionOptions& options) {
@@ -223,8 +295,12 @@ void attention_inputs(const at::Tensor& query, const at::Tensor& key, const at::
                     value.sym_size(2));
   TORCH_CHECK_VALUE(query.sym_size(3) == key.sym_size(3), "query and key must have equal head_dim, got ",
                     query.sym_size(3), " and ", key.sym_size(3));
-  TORCH_CHECK_VALUE(key.sym_size(1) > 0 && query.sym_size(1) % key.sym_size(1) == 0, "num_heads (",
-                    query.sym_size(1), ") must be a multiple of num_kv_heads (", key.sym_size(1),
+  TORCH_CHECK_VALUE(query.sym_size(1) > 0 && key.sym_size(1) > 0,
+                    "num_heads and num_kv_heads must be at least 1, got ", query.sym_size(1), " and ",
+                    key.sym_size(1));
+  TORCH_CHECK_VALUE(query.sym_size(3) > 0, "head_dim must be at least 1, got shape ", shape_string(query));
+  TORCH_CHECK_VALUE(query.sym_size(1) % key.sym_size(1) == 0, "num_heads (", query.sym_size(1),
+                    ") must be a multiple of num_kv_heads (", key.sym_size(1),
                     "); repeat or drop heads so that it is");
 }
 

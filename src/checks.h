@@ -35,4 +35,9 @@ void scale(double scale);
 // query, key, value: 4-D, floating, same dtype and device, equal batch, Hq % Hkv == 0, equal D and S.
 void attention_inputs(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value);
 
+// What a backward call is handed beside the operands: results of the forward call and the gradient of `out`.
+void backward_inputs(const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& value,
+                     const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
+                     double dropout_p);
+
 }  // namespace packed_sdpa::checks

@@ -1,5 +1,4 @@
 // Choice of a backend: an ordered list, reasons in sentences, no trial runs.
-#include <ATen/Context.h>
 #include <c10/util/Exception.h>
 
 #include <sstream>
@@ -71,9 +70,7 @@ AttentionRequest make_request(const AttentionCall& call) {
   request.head_dim_v = call.value.size(3);
   request.mask = call.mask;
   request.dropout_p = call.dropout_p;
-  request.gathered = call.layout.token_index_q.numel() > 0 || call.layout.token_index_k.numel() > 0;
   request.bottom_right = call.layout.diagonal_offsets.numel() == 0;
-  request.deterministic = at::globalContext().deterministicAlgorithms();
   request.num_documents = call.layout.cu_seqlens_q.numel() - 1;
   request.max_seqlen_q = call.layout.max_seqlens.const_data_ptr<int64_t>()[0];
   request.max_seqlen_k = call.layout.max_seqlens.const_data_ptr<int64_t>()[1];

@@ -1,6 +1,7 @@
 #include "packed_sdpa/layout.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -114,6 +115,7 @@ PackedLayout PackedLayout::from_tensors(const LayoutTensors& tensors, int64_t ba
 
 PackedLayout PackedLayout::from_doc_ids(const at::Tensor& doc_ids, int64_t row_offset,
                                         std::optional<int64_t> rows) {
+  const c10::InferenceMode normal_tensors(false);  // a layout outlives the mode it was made in
   const at::Tensor ids = checks::host_ids(doc_ids, "doc_ids", /*allow_negative=*/false);
   const int64_t batch = ids.size(0);
   const int64_t rows_k = ids.size(1);
@@ -202,6 +204,7 @@ PackedLayout PackedLayout::from_seqlens(const at::Tensor& seqlens, std::optional
 
 PackedLayout PackedLayout::from_cu_seqlens(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
                                            std::optional<int64_t> total_q, std::optional<int64_t> total_k) {
+  const c10::InferenceMode normal_tensors(false);  // a layout outlives the mode it was made in
   const at::Tensor host_q = checks::host_lengths(cu_seqlens_q, "cu_seqlens_q");
   const at::Tensor host_k = checks::host_lengths(cu_seqlens_k, "cu_seqlens_k");
   constexpr int64_t kNoLimit = std::numeric_limits<int32_t>::max();

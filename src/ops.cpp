@@ -72,9 +72,7 @@ Three backward_kernel(const at::Tensor& grad_out, const at::Tensor& query, const
                       const at::Tensor& rng_state, PACKED_SDPA_LAYOUT_PARAMETERS) {
   const AttentionCall call = checked_call(query, key, value, PACKED_SDPA_LAYOUT_ARGUMENTS);
   checks::layout_tensors(call.layout, query.size(0), query.size(2), key.size(2));
-  TORCH_CHECK_VALUE(grad_out.sizes() == out.sizes() && grad_out.scalar_type() == query.scalar_type(),
-                    "grad_out must be ", checks::shape_string(out), " ", query.scalar_type(), ", got ",
-                    checks::shape_string(grad_out), " ", grad_out.scalar_type());
+  checks::backward_inputs(grad_out, query, value, out, lse, rng_state, dropout_p);
   // Same request, same choice: the backend that ran forward runs backward.
   const Gradients gradients =
       select_backend(make_request(call), backend).backward(call, grad_out, {out, lse, rng_state});

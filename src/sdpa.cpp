@@ -1,6 +1,7 @@
 // The drop-in for at::scaled_dot_product_attention.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <deque>
 #include <mutex>
 
@@ -21,10 +22,12 @@ bool is_full_packed_call(const at::Tensor& query, const at::Tensor& key, const a
   return true;
 }
 
-// Heads as stock takes them: equal ones, one by broadcast, or with enable_gqa groups. False: stock refuses
-// them.
-bool match_heads(const at::Tensor& query, at::Tensor* key, at::Tensor* value, bool enable_gqa) {
-  const int64_t heads = query.size(1);
+// Heads as stock takes them: equal ones, one by broadcast on either side, or with enable_gqa groups. False:
+// stock refuses them.
+bool match_heads(at::Tensor* query, at::Tensor* key, at::Tensor* value, bool enable_gqa) {
+  const int64_t heads = std::max({query->size(1), key->size(1), value->size(1)});
+  if (query->size(1) == 1 && heads > 1) *query = query->expand({-1, heads, -1, -1});
+  if (query->size(1) != heads) return false;
   for (at::Tensor* tensor : {key, value}) {
     const int64_t own = tensor->size(1);
     if (own == 0 || heads % own != 0 || (own != heads && own != 1 && !enable_gqa)) return false;
@@ -55,10 +58,11 @@ at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tenso
                                         double dropout_p, bool is_causal, std::optional<double> scale,
                                         bool enable_gqa) {
   const DocumentsPtr documents = state::resolve({});
+  at::Tensor grouped_query = query;
   at::Tensor grouped_key = key;
   at::Tensor grouped_value = value;
   if (documents == nullptr || !is_full_packed_call(query, key, value, documents->layout()) ||
-      !match_heads(query, &grouped_key, &grouped_value, enable_gqa)) {
+      !match_heads(&grouped_query, &grouped_key, &grouped_value, enable_gqa)) {
     return at::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale,
                                             enable_gqa);
   }
@@ -67,7 +71,7 @@ at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tenso
   options.scale = scale;
   options.dropout_p = dropout_p;
   options.backend = documents->backend();
-  return packed_attention(query, grouped_key, grouped_value, documents->layout(), options).out;
+  return packed_attention(grouped_query, grouped_key, grouped_value, documents->layout(), options).out;
 }
 
 }  // namespace packed_sdpa

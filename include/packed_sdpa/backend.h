@@ -28,9 +28,7 @@ struct AttentionRequest {
   int64_t head_dim_v = 0;
   MaskOptions mask;
   double dropout_p = 0.0;
-  bool gathered = false;       // token indices are given: padding or gaps
-  bool bottom_right = true;    // no diagonal offsets
-  bool deterministic = false;  // at::globalContext().deterministicAlgorithms()
+  bool bottom_right = true;  // no diagonal offsets
   int64_t num_documents = 0;
   int64_t max_seqlen_q = 0;
   int64_t max_seqlen_k = 0;

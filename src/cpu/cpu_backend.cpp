@@ -4,7 +4,9 @@
 #include <ATen/Parallel.h>
 
 #include <mutex>
+#include <set>
 #include <string>
+#include <thread>
 
 #include "backends.h"
 #include "cpu/kernels.h"
@@ -82,6 +84,45 @@ at::Tensor draw_rng_state() {
   return state;
 }
 
+// One thread, each work item timed.
+class TimingExecutor final : public cpu::Executor {
+ public:
+  int num_threads() const override { return 1; }
+  void run(void (*body)(void* context, int thread), void* context) override { body(context, 0); }
+  std::vector<double>* item_seconds() override { return &seconds_; }
+
+ private:
+  std::vector<double> seconds_;
+};
+
+void run_forward(const AttentionCall& call, const ForwardResult& result, cpu::Executor& executor) {
+  cpu::ForwardParams params;
+  fill_common(params, call, result.rng_state);
+  params.query = strided(call.query);
+  params.key = strided(call.key);
+  params.value = strided(call.value);
+  params.out = strided(result.out);
+  params.lse = result.lse.mutable_data_ptr();
+  cpu::forward(params, executor);
+}
+
+void run_backward(const AttentionCall& call, const at::Tensor& grad_out, const ForwardResult& saved,
+                  const Gradients& gradients, cpu::Executor& executor) {
+  const at::Tensor lse = saved.lse.contiguous();
+  cpu::BackwardParams params;
+  fill_common(params, call, saved.rng_state);
+  params.query = strided(call.query);
+  params.key = strided(call.key);
+  params.value = strided(call.value);
+  params.out = strided(saved.out);
+  params.grad_out = strided(grad_out);
+  params.lse = lse.const_data_ptr();
+  params.grad_query = strided(gradients.grad_query);
+  params.grad_key = strided(gradients.grad_key);
+  params.grad_value = strided(gradients.grad_value);
+  cpu::backward(params, executor);
+}
+
 class CpuBackend final : public AttentionBackend {
  public:
   std::string_view name() const override { return "cpu"; }
@@ -94,35 +135,16 @@ class CpuBackend final : public AttentionBackend {
   ForwardResult forward(const AttentionCall& call) const override {
     ForwardResult result = empty_forward_result(call);
     if (call.dropout_p > 0.0) result.rng_state = draw_rng_state();
-    cpu::ForwardParams params;
-    fill_common(params, call, result.rng_state);
-    params.query = strided(call.query);
-    params.key = strided(call.key);
-    params.value = strided(call.value);
-    params.out = strided(result.out);
-    params.lse = result.lse.mutable_data_ptr();
     TorchExecutor executor;
-    cpu::forward(params, executor);
+    run_forward(call, result, executor);
     return result;
   }
 
   Gradients backward(const AttentionCall& call, const at::Tensor& grad_out,
                      const ForwardResult& saved) const override {
     const Gradients gradients = empty_gradients(call);
-    const at::Tensor lse = saved.lse.contiguous();
-    cpu::BackwardParams params;
-    fill_common(params, call, saved.rng_state);
-    params.query = strided(call.query);
-    params.key = strided(call.key);
-    params.value = strided(call.value);
-    params.out = strided(saved.out);
-    params.grad_out = strided(grad_out);
-    params.lse = lse.const_data_ptr();
-    params.grad_query = strided(gradients.grad_query);
-    params.grad_key = strided(gradients.grad_key);
-    params.grad_value = strided(gradients.grad_value);
     TorchExecutor executor;
-    cpu::backward(params, executor);
+    run_backward(call, grad_out, saved, gradients, executor);
     return gradients;
   }
 };
@@ -132,6 +154,32 @@ class CpuBackend final : public AttentionBackend {
 const AttentionBackend& cpu_backend() {
   static const CpuBackend backend;
   return backend;
+}
+
+int64_t cpu_parallel_threads() {
+  TorchExecutor executor;
+  std::set<std::thread::id> seen;
+  std::mutex seen_mutex;
+  struct Seen {
+    std::set<std::thread::id>* ids;
+    std::mutex* mutex;
+  } context{&seen, &seen_mutex};
+  executor.run(
+      [](void* pointer, int /*thread*/) {
+        const Seen& into = *static_cast<Seen*>(pointer);
+        const std::lock_guard<std::mutex> lock(*into.mutex);
+        into.ids->insert(std::this_thread::get_id());
+      },
+      &context);
+  return static_cast<int64_t>(seen.size());
+}
+
+std::vector<double> cpu_item_seconds(const AttentionCall& call, bool backward) {
+  TimingExecutor executor;
+  const ForwardResult result = empty_forward_result(call);
+  run_forward(call, result, executor);
+  if (backward) run_backward(call, at::ones_like(result.out), result, empty_gradients(call), executor);
+  return *executor.item_seconds();
 }
 
 }  // namespace packed_sdpa

@@ -1,11 +1,14 @@
-// Which instruction set the CPU kernels use, for Python: info, tests and forced sets.
-#include <c10/util/Exception.h>
+// The CPU kernels' instruction set and work items, for Python: info, tests, forced sets, schedules.
+#include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "backends.h"
+#include "checks.h"
 #include "cpu/kernels.h"
 
 namespace packed_sdpa {
@@ -34,12 +37,37 @@ void set_cpu_isa(const std::string& name) {
   }
 }
 
+// For schedules on more cores than there are: what each work item of a call costs on one thread.
+std::vector<double> cpu_work_item_seconds(const at::Tensor& query, const at::Tensor& key,
+                                          const at::Tensor& value, at::TensorList layout, bool is_causal,
+                                          int64_t window_left, int64_t window_right, bool backward) {
+  checks::attention_inputs(query, key, value);
+  TORCH_CHECK_VALUE(query.is_cpu(), "query must be on the CPU, got ", query.device());
+  TORCH_CHECK_VALUE(layout.size() == 6, "layout must be the 6 tensors of PackedLayout.tensors(), got ",
+                    layout.size());
+  AttentionCall call;
+  call.query = query;
+  call.key = key;
+  call.value = value;
+  call.layout = {layout[0], layout[1], layout[2], layout[3], layout[4], layout[5]};
+  call.mask = {is_causal, window_left, window_right};
+  call.scale = 1.0 / std::sqrt(static_cast<double>(query.size(3)));
+  checks::mask(call.mask);
+  checks::layout_tensors(call.layout, query.size(0), query.size(2), key.size(2));
+  return cpu_item_seconds(call, backward);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
   library.def("available_cpu_isas() -> str[]", available_cpu_isas);
   library.def("cpu_isa() -> str", cpu_isa);
   library.def("set_cpu_isa(str name) -> ()", set_cpu_isa);
+  library.def("cpu_parallel_threads() -> int", cpu_parallel_threads);
+  library.def(
+      "cpu_work_item_seconds(Tensor query, Tensor key, Tensor value, Tensor[] layout, bool is_causal, "
+      "int window_left, int window_right, bool backward) -> float[]",
+      cpu_work_item_seconds);
 }
 
 }  // namespace packed_sdpa

@@ -26,6 +26,9 @@ class Executor {
   virtual ~Executor() = default;
   virtual int num_threads() const = 0;
   virtual void run(void (*body)(void* context, int thread), void* context) = 0;
+  // Where the seconds of each work item of the last pass go, in the order in which threads take them; null:
+  // not asked.
+  virtual std::vector<double>* item_seconds() { return nullptr; }
 };
 
 // Both return the name of the kernel that ran, as "avx512::forward_f32_tile64x128" (static storage).

@@ -1,6 +1,7 @@
 #include "cpu/tiled.h"
 
 #include <algorithm>
+#include <stdexcept>
 #include <thread>
 
 namespace packed_sdpa::cpu {
@@ -41,12 +42,13 @@ void TiledCall::dropout_factors(const Document& document, int64_t head, int64_t 
 }
 
 GradQuerySum::GradQuerySum(const Document& document, int64_t block_keys, int64_t queries_per_tile,
-                           int64_t tile_floats)
+                           int64_t tile_floats, const std::atomic<bool>& abandoned)
     : document_(document),
       block_keys_(block_keys),
       queries_per_tile_(queries_per_tile),
       tile_floats_(tile_floats),
       num_tiles_((document.num_queries + queries_per_tile - 1) / queries_per_tile),
+      abandoned_(abandoned),
       turns_(new std::atomic<int32_t>[static_cast<size_t>(num_tiles_)]),
       blocks_left_((document.num_keys + block_keys - 1) / block_keys) {
   for (int64_t t = 0; t < num_tiles_; ++t) turns_[static_cast<size_t>(t)].store(0, std::memory_order_relaxed);
@@ -65,6 +67,9 @@ void GradQuerySum::wait_turn(int64_t tile, int64_t block) const {
   const int64_t turn = block - blocks(tile).first;
   const std::atomic<int32_t>& done = turns_[static_cast<size_t>(tile)];
   for (int spin = 0; done.load(std::memory_order_acquire) != turn; ++spin) {
+    if (abandoned_.load(std::memory_order_relaxed)) {
+      throw std::runtime_error("packed_sdpa: backward was given up because another of its threads failed");
+    }
     if (spin < kSpins) {
       pause();
     } else {
@@ -107,7 +112,7 @@ TiledBackward::TiledBackward(const BackwardParams& params_in, int64_t keys_per_i
     first_sum_[d] = static_cast<int32_t>(sums_.size());
     for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
       sums_.push_back(
-          std::make_unique<GradQuerySum>(documents[d], block_size, queries_per_tile, tile_floats));
+          std::make_unique<GradQuerySum>(documents[d], block_size, queries_per_tile, tile_floats, abandoned));
     }
   }
 }
@@ -119,11 +124,33 @@ void run_tiled_forward(const ForwardParams& params, Executor& executor, int64_t 
   run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), run_item, &call);
 }
 
+namespace {
+
+// An item of backward that fails takes its turn in no sum: those who wait for it are told.
+struct GuardedBackward {
+  TiledBackward* call;
+  RunItem run_item;
+};
+
+void run_guarded_item(void* context, int64_t item, Scratch& scratch) {
+  const GuardedBackward& guarded = *static_cast<const GuardedBackward*>(context);
+  try {
+    guarded.run_item(guarded.call, item, scratch);
+  } catch (...) {
+    guarded.call->abandoned.store(true, std::memory_order_relaxed);
+    throw;
+  }
+}
+
+}  // namespace
+
 void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_t keys_per_item,
                         int64_t rows_per_tile, bool own_sums,
                         size_t (*scratch_bytes)(const TiledBackward& call), RunItem run_item) {
   TiledBackward call(params, keys_per_item, rows_per_tile, own_sums);
-  run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), run_item, &call);
+  GuardedBackward guarded{&call, run_item};
+  run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), &run_guarded_item,
+                 &guarded);
 }
 
 }  // namespace packed_sdpa::cpu

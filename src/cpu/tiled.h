@@ -69,7 +69,9 @@ struct TiledForward : TiledCall {
 // done.
 class GradQuerySum {
  public:
-  GradQuerySum(const Document& document, int64_t block_keys, int64_t queries_per_tile, int64_t tile_floats);
+  // abandoned: set when an item of the call failed, so that nobody waits for its turn for ever.
+  GradQuerySum(const Document& document, int64_t block_keys, int64_t queries_per_tile, int64_t tile_floats,
+               const std::atomic<bool>& abandoned);
 
   int64_t num_tiles() const { return num_tiles_; }
   // The key blocks that tile sees: [first, last]; last < first when it sees none.
@@ -78,6 +80,7 @@ class GradQuerySum {
     int64_t last;
   };
   Blocks blocks(int64_t tile) const;
+  // Throws std::runtime_error when the call was abandoned.
   void wait_turn(int64_t tile, int64_t block) const;
   void finish_turn(int64_t tile, int64_t block);
   // Sums of a tile, for types in which dQ itself cannot hold them; allocated when first asked for.
@@ -90,6 +93,7 @@ class GradQuerySum {
   int64_t queries_per_tile_;
   int64_t tile_floats_;
   int64_t num_tiles_;
+  const std::atomic<bool>& abandoned_;
   std::unique_ptr<std::atomic<int32_t>[]> turns_;  // blocks of this tile that are done
   std::atomic<int64_t> blocks_left_;
   std::mutex sums_mutex_;
@@ -101,6 +105,7 @@ struct TiledBackward : TiledCall {
   TiledBackward(const BackwardParams& params_in, int64_t keys_per_item, int64_t rows_per_tile, bool own_sums);
   const BackwardParams& params;
   int64_t queries_per_tile;
+  std::atomic<bool> abandoned{false};
   // Null for a document of one block.
   GradQuerySum* grad_query_sum(int32_t document, int32_t kv_head) const {
     const int32_t first = first_sum_[static_cast<size_t>(document)];

@@ -1,6 +1,7 @@
 #include "cpu/work_items.h"
 
 #include <algorithm>
+#include <chrono>
 
 namespace packed_sdpa::cpu {
 namespace {
@@ -11,17 +12,27 @@ struct Run {
   size_t scratch_bytes;
   void (*run_item)(void* context, int64_t item, Scratch& scratch);
   void* context;
+  std::vector<double>* item_seconds;
   std::atomic<int64_t> next{0};
 };
 
 void run_body(void* context, int /*thread*/) {
   Run& run = *static_cast<Run*>(context);
-  int64_t item = run.next.fetch_add(1, std::memory_order_relaxed);
-  if (item >= run.num_items) return;
-  Scratch scratch(run.scratch_bytes);
-  for (; item < run.num_items; item = run.next.fetch_add(1, std::memory_order_relaxed)) {
+  if (run.next.load(std::memory_order_relaxed) >= run.num_items) return;
+  Scratch scratch(
+      run.scratch_bytes);  // before an item is taken: what fails here leaves nobody waiting for it
+  for (;;) {
+    const int64_t item = run.next.fetch_add(1, std::memory_order_relaxed);
+    if (item >= run.num_items) return;
     scratch.reset();
+    if (run.item_seconds == nullptr) {
+      run.run_item(run.context, item, scratch);
+      continue;
+    }
+    const auto begin = std::chrono::steady_clock::now();
     run.run_item(run.context, item, scratch);
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    (*run.item_seconds)[static_cast<size_t>(item)] = seconds.count();
   }
 }
 
@@ -79,7 +90,9 @@ std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, in
 void run_work_items(Executor& executor, int64_t num_items, size_t scratch_bytes,
                     void (*run_item)(void* context, int64_t item, Scratch& scratch), void* context) {
   if (num_items == 0) return;
-  Run run{&executor, num_items, scratch_bytes, run_item, context};
+  std::vector<double>* seconds = executor.item_seconds();
+  if (seconds != nullptr) seconds->assign(static_cast<size_t>(num_items), 0.0);
+  Run run{&executor, num_items, scratch_bytes, run_item, context, seconds};
   executor.run(&run_body, &run);
 }
 

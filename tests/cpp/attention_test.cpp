@@ -144,6 +144,10 @@ TEST(Attention, RefusalsNameArgumentAndValue) {
         packed_attention(q, at::randn({1, 3, 4, 8}), at::randn({1, 3, 4, 8}), layout);
       },
       "num_heads (4) must be a multiple of num_kv_heads (3)");
+  expect_refusal([&] { packed_attention(q.slice(1, 0, 0), k, k, layout); },
+                 "must be at least 1, got 0 and 2");
+  expect_refusal([&] { packed_attention(q.slice(3, 0, 0), k.slice(3, 0, 0), k, layout); },
+                 "head_dim must be at least 1");
   expect_refusal([&] { packed_attention(q, k.to(at::kDouble), k, layout); }, "must have one dtype");
   expect_refusal(
       [&] {

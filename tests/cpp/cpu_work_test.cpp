@@ -5,11 +5,14 @@
 #include <atomic>
 #include <map>
 #include <random>
+#include <stdexcept>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "cpu/documents.h"
+#include "cpu/tiled.h"
 #include "cpu/work_items.h"
 #include "cpu_testing.h"
 
@@ -104,6 +107,18 @@ TEST(DocumentsTest, QueriesOfAKeyAreThoseThatSeeIt) {
       EXPECT_EQ(range.begin < range.end, seeing.begin <= q && q < seeing.end) << round << " " << q;
     }
   }
+}
+
+// A thread that fails takes no turn any more; the others must not wait for it.
+TEST(GradQuerySumTest, NobodyWaitsForAFailedThread) {
+  Document document;
+  document.num_queries = 8;
+  document.num_keys = 8;
+  std::atomic<bool> abandoned{false};
+  GradQuerySum sum(document, /*block_keys=*/4, /*queries_per_tile=*/8, /*tile_floats=*/0, abandoned);
+  std::thread waiting([&] { EXPECT_THROW(sum.wait_turn(0, 1), std::runtime_error); });
+  abandoned = true;
+  waiting.join();
 }
 
 }  // namespace

@@ -113,12 +113,27 @@ TEST(Layout, TensorsFromElsewhereAreChecked) {
   EXPECT_THROW(with([&](auto& t) { t.diagonal_offsets = int32({0}); })(), c10::ValueError);
   EXPECT_THROW(with([&](auto& t) { t.cu_seqlens_q = t.cu_seqlens_q.to(at::kLong); })(), c10::ValueError);
   EXPECT_THROW(with([&](auto& t) { t.max_seqlens = at::zeros({4}, at::kLong); })(), c10::ValueError);
+  EXPECT_THROW(with([&](auto& t) { t.max_seqlens = at::ones({2}, at::kLong); })(), c10::ValueError);
+  EXPECT_THROW(with([&](auto& t) { t.token_index_q = t.token_index_q.to(at::kMeta); })(), c10::ValueError);
 }
 
 TEST(Layout, ADocumentMayNotRunOverItsRow) {
   LayoutTensors tensors = PackedLayout::from_seqlens(ids({3, 5})).tensors();
   EXPECT_THROW(PackedLayout::from_tensors(tensors, 2, 4, 4), c10::ValueError);
   EXPECT_EQ(PackedLayout::from_tensors(tensors, 1, 8, 8).num_documents(), 2);
+}
+
+TEST(Layout, BothSidesOfADocumentLieInOneBatchRow) {
+  LayoutTensors tensors = PackedLayout::from_doc_ids(ids({1, 1, 0, 0, 2, 0}).view({2, 3})).tensors();
+  tensors.token_index_k = at::tensor(std::vector<int32_t>{3, 4, 5}, at::kInt);
+  EXPECT_THROW(PackedLayout::from_tensors(tensors, 2, 3, 3), c10::ValueError);
+}
+
+TEST(Layout, QueriesOfADocumentWithGapsStandAtItsKeys) {
+  LayoutTensors tensors = PackedLayout::from_doc_ids(ids({1, 2, 1, 1}), 1, 2).tensors();
+  ASSERT_EQ(tensors.diagonal_offsets.numel(), 2);
+  tensors.diagonal_offsets = at::tensor(std::vector<int32_t>{3, 0}, at::kInt);
+  EXPECT_THROW(PackedLayout::from_tensors(tensors, 1, 2, 4), c10::ValueError);
 }
 
 }  // namespace

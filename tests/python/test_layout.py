@@ -8,7 +8,7 @@ from cases import PACKINGS, packing, random_packing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packed_sdpa import PackedLayout
+from packed_sdpa import PackedLayout, packed_attention
 
 
 def mask_by_definition(ids, row_offset=0, rows=None, is_causal=True, window_size=(-1, -1)):
@@ -76,6 +76,20 @@ def test_layout_is_immutable_and_prints_itself():
     with pytest.raises(AttributeError, match="PackedLayout is immutable, so batch cannot be set"):
         layout.batch = 2
     assert "num_documents=2" in repr(layout)
+
+
+def test_large_unsigned_ids():
+    ids = torch.tensor([2**63 + 5, 2**63 + 5, 1, 0], dtype=torch.uint64)
+    layout = PackedLayout.from_doc_ids(ids)
+    assert torch.equal(layout.materialize_mask(), mask_by_definition(torch.tensor([[7, 7, 1, 0]])))
+
+
+def test_made_in_inference_mode_and_used_in_training():
+    with torch.inference_mode():
+        layout = PackedLayout.from_doc_ids(torch.tensor([1, 1, 2]))
+    query = torch.randn(1, 2, 3, 8, requires_grad=True)
+    packed_attention(query, query, query, layout).sum().backward()
+    assert query.grad is not None
 
 
 BAD = [

@@ -1,0 +1,146 @@
+"""The torch operators as such: schemas, meta kernels, compile, autocast, refusals, instruction sets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import packing
+from oracle import check_against_oracle, random_inputs
+
+import packed_sdpa
+from packed_sdpa import PackedLayout, packed_attention
+from packed_sdpa._library import ops
+
+IDS = packing("short_then_long_batch")
+
+
+def operands(dtype=torch.float32, requires_grad=True):
+    return [tensor.requires_grad_(requires_grad) for tensor in random_inputs(IDS, dtype, 4, 2, 16, 8)]
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_forward(dtype, dropout_p):
+    layout = PackedLayout.from_doc_ids(IDS).tensors()
+    # With dropout two runs differ, which the comparison of traced with plain runs cannot allow.
+    kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.packed_sdpa.varlen_attention_forward,
+        (*operands(dtype), *layout, True, -1, -1, 0.25, dropout_p, "auto"),
+        test_utils=kinds if dropout_p else (*kinds, "test_aot_dispatch_dynamic"),
+    )
+
+
+def test_opcheck_backward():
+    layout = PackedLayout.from_doc_ids(IDS).tensors()
+    query, key, value = operands(requires_grad=False)
+    settings = (True, -1, -1, 0.25, 0.0, "auto")
+    out, lse, rng_state = ops.varlen_attention_forward(query, key, value, *layout, *settings)
+    torch.library.opcheck(
+        torch.ops.packed_sdpa.varlen_attention_backward,
+        (torch.randn_like(out), query, key, value, out, lse, rng_state, *layout, *settings),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_without_graph_breaks_and_not_again_for_other_documents(backend):
+    compilations = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(
+        lambda q, k, v, layout: packed_sdpa.functional.attention_on_tensors(q, k, v, layout)[0],
+        fullgraph=True,
+        backend=compilations,
+    )
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        ids = torch.randint(0, 40, (1, 64), generator=generator).sort().values
+        layout = PackedLayout.from_doc_ids(ids)
+        ours, theirs = ([t.requires_grad_() for t in random_inputs(ids, torch.float32)] for _ in range(2))
+        out = compiled(*ours, layout.tensors())
+        right = packed_attention(*theirs, layout)
+        assert torch.equal(out, right)
+        for a, b in zip(torch.autograd.grad(out.sum(), ours), torch.autograd.grad(right.sum(), theirs), strict=True):
+            assert torch.equal(a, b)
+    assert compilations.frame_count <= 2
+
+
+def test_meta_kernel_has_the_real_strides():
+    layout = PackedLayout.from_doc_ids(IDS)
+    for transposed in (False, True):
+        real = operands(requires_grad=False)
+        if transposed:
+            real = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in real]
+        meta = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in real]
+        settings = (True, -1, -1, 0.25, 0.0, "auto")
+        results = [
+            ops.varlen_attention_forward(*tensors, *(t.to(tensors[0].device) for t in layout.tensors()[:5]),
+                                         layout.tensors().max_seqlens, *settings)
+            for tensors in (real, meta)
+        ]  # fmt: skip
+        for ours, theirs in zip(*results, strict=True):
+            assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+
+
+def test_second_derivatives_are_refused():
+    query, key, value = operands(torch.float64)
+    out = packed_attention(query, key, value, PackedLayout.from_doc_ids(IDS))
+    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="the second derivative of varlen_attention is not supported"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("isa", ops.available_cpu_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_instruction_set(isa, dtype):
+    before = ops.cpu_isa()
+    ops.set_cpu_isa(isa)
+    try:
+        assert ops.cpu_isa() == isa
+        layout = PackedLayout.from_doc_ids(IDS)
+        inputs = [tensor.detach() for tensor in operands(dtype)]
+        check_against_oracle(lambda q, k, v: packed_attention(q, k, v, layout), inputs, IDS, repro=isa)
+    finally:
+        ops.set_cpu_isa(before)
+
+
+def test_an_unknown_instruction_set_is_refused():
+    before = ops.cpu_isa()
+    with pytest.raises(ValueError, match=r"avx9000.*scalar"):
+        ops.set_cpu_isa("avx9000")
+    assert ops.cpu_isa() == before
+
+
+def test_work_items_are_timed():
+    layout = PackedLayout.from_doc_ids(IDS)
+    inputs = operands(requires_grad=False)
+    for backward in (False, True):
+        seconds = ops.cpu_work_item_seconds(*inputs, list(layout.tensors()), True, -1, -1, backward)
+        assert seconds
+        assert min(seconds) > 0
+
+
+REFUSALS = [
+    (lambda q, k, v, l: packed_attention(q, k, v, l, dropout_p=float("nan")), ValueError, r"dropout_p must be in \[0, 1\), got nan"),
+    (lambda q, k, v, l: packed_attention(q, k, v, l, dropout_p=-0.1), ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
+    (lambda q, k, v, l: packed_attention(q, k, v, l, window_size=(-2, -1)), ValueError, r"window_size\[0\] must be -1 \(unlimited\) or at least 0, got -2"),
+    (lambda q, k, v, l: packed_attention(q, k, v, l, window_size=(1, 2)), ValueError, r"window_size\[1\] must be -1 or 0 when is_causal, got 2"),
+    (lambda q, k, v, l: packed_attention(q, k, v, l, scale=float("inf")), ValueError, "scale must be finite, got inf"),
+    (lambda q, k, v, l: packed_attention(q, k, v, l, backend="nope"), ValueError, "backend must be one of auto, cpu.*got 'nope'"),
+    (lambda q, k, v, l: packed_attention(q, k, v, [1]), TypeError, "layout must be a PackedLayout, got list"),
+    (lambda q, k, v, l: packed_attention(q[:, :3], k, v, l), ValueError, r"num_heads \(3\) must be a multiple of num_kv_heads \(2\)"),
+    (lambda q, k, v, l: packed_attention(q, k.double(), v, l), TypeError, "must have one dtype, got Float, Double and Float"),
+    (lambda q, k, v, l: packed_attention(q, k[:1], v[:1], l), ValueError, "must have one batch size"),
+    (lambda q, k, v, l: packed_attention(q, k, v[:, :1], l), ValueError, "key and value must have equal numbers of heads, got 2 and 1"),
+    (lambda q, k, v, l: packed_attention(q, k[..., :8], v, l), ValueError, "query and key must have equal head_dim, got 16 and 8"),
+    (lambda q, k, v, l: packed_attention(q.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), l), TypeError, "query must be float32, float64, bfloat16 or float16, got Float8_e4m3fn"),
+    (lambda q, k, v, l: packed_attention(q, k, v, PackedLayout.from_seqlens([3])), ValueError, "layout is for B 1, 3 query rows and 3 key rows"),
+    (lambda q, k, v, l: packed_sdpa.varlen_attention(q, k, v, torch.tensor([0, 3]), torch.tensor([0, 3])), ValueError, r"query must be 3-D \[T, H, D\]"),
+    (lambda q, k, v, l: packed_sdpa.explain(q, k, v, l, backend="nope"), ValueError, "backend must be one of auto, cpu"),
+    (lambda q, k, v, l: PackedLayout.from_doc_ids(torch.empty(3, dtype=torch.long, device="meta")), ValueError, "doc_ids is on the meta device, which holds no values"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call,error,message", REFUSALS, ids=[message for _, _, message in REFUSALS])
+def test_refusals(call, error, message):
+    with pytest.raises(error, match=message):
+        call(*operands(requires_grad=False), PackedLayout.from_doc_ids(IDS))
