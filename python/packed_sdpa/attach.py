@@ -314,7 +314,15 @@ class Handle:
         self._attached().enabled = value
 
     def detach(self) -> None:
-        """Leaves the model as attach found it (with the last handle on it). A second detach does nothing."""
+        """Leaves the model as attach found it (with the last handle on it). A second detach does nothing.
+
+        Raises RuntimeError inside a forward of the model, which must end as it began.
+        """
+        if self._attachment is not None and scope_of(self._attachment.ledger) is not None:
+            raise RuntimeError(
+                "detach() was called while a forward of this model runs; call it when the forward is over, or set "
+                "handle.enabled = False, which the next forward follows"
+            )
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment.handles -= 1
@@ -428,7 +436,7 @@ def _check_arguments(model: Any, route: Any, documents: Any, match: Any, strict:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if route not in ROUTES:
         raise ValueError(f"route must be one of {', '.join(ROUTES)}, got {route!r}")
-    if not (documents is None or documents == "auto" or callable(documents)):
+    if not (documents is None or (isinstance(documents, str) and documents == "auto") or callable(documents)):
         shown = f"a tensor of shape {list(documents.shape)}" if isinstance(documents, Tensor) else repr(documents)
         raise ValueError(
             f"documents must be 'auto', None or a function of the forward's arguments, got {shown}; give ids of one "

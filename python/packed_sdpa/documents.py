@@ -22,7 +22,7 @@ OWN_KEYWORDS = ("doc_ids", "_packed_seq_ids")
 FOREIGN_KEYWORDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Keywords of other packing tools; models that take ``**kwargs`` get them, others would raise."""
 
-SOURCE_KEYWORDS = (*OWN_KEYWORDS, "seq_idx", "cu_seq_lens_q", "attention_mask", "position_ids")
+SOURCE_KEYWORDS = (*OWN_KEYWORDS, "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "attention_mask", "position_ids")
 """Where documents are looked for, in this order."""
 
 
@@ -225,6 +225,13 @@ def _read_cu_seq_lens(name: str, value: Any, shape: tuple[int, int] | None, mask
 
 def _read_attention_mask(name: str, value: Any, shape: tuple[int, int] | None, _: Tensor | None) -> _Claim | None:
     """An indexed mask: 0 padding, 1, 2, ... the documents. A mask of zeros and ones tells none."""
+    if isinstance(value, Tensor) and value.dim() == 2 and value.is_floating_point() and not value.is_meta:
+        if value.numel() > 0 and float(value.max()) > 1:
+            raise TypeError(
+                f"{name} numbers documents (its largest value is {float(value.max()):g}) but has dtype {value.dtype}; "
+                "convert it with .to(torch.int64)"
+            )
+        return None
     if not is_indexed_mask(value):
         return None
     return _Claim(name, _not_negative(name, _rows(name, _host_ids(name, value), shape)))
@@ -239,7 +246,13 @@ def is_indexed_mask(mask: Any) -> bool:
 
 def _read_position_ids(name: str, value: Any, shape: tuple[int, int] | None, mask: Tensor | None) -> _Claim | None:
     """Position ids that restart. 3-D ids of M-RoPE: the text axis of four, else the places where all axes are 0."""
-    if not isinstance(value, Tensor) or value.is_floating_point():
+    if not isinstance(value, Tensor) or value.is_meta:
+        return None
+    if value.is_floating_point():
+        if _read_position_ids(name, value.to(torch.int64), shape, mask) is not None:
+            raise TypeError(
+                f"{name} restart, so they tell documents, but have dtype {value.dtype}; convert with .to(torch.int64)"
+            )
         return None
     positions = value.detach().to("cpu", torch.int64)
     if positions.dim() == 3 and positions.shape[0] == 4:
@@ -284,6 +297,7 @@ _READERS: dict[str, Callable[[str, Any, tuple[int, int] | None, Tensor | None], 
     "_packed_seq_ids": _read_doc_ids,
     "seq_idx": _read_seq_idx,
     "cu_seq_lens_q": _read_cu_seq_lens,
+    "cu_seq_lens_k": _read_cu_seq_lens,
     "attention_mask": _read_attention_mask,
     "position_ids": _read_position_ids,
 }

@@ -84,6 +84,7 @@ def packed_attention(
     Rows outside every document give 0, lse -inf and zero gradients, whatever they hold.
     """
     _check_layout(query, key, layout)
+    _check_options(is_causal, window_size, backend)
     out, lse = attention_on_tensors(
         query,
         key,
@@ -119,6 +120,8 @@ def varlen_attention(
     ``[Tq, Hq, Dv]``, lse ``[Hq, Tq]``.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}; pass torch.as_tensor(...)")
         if tensor.dim() != 3:
             raise ValueError(f"{name} must be 3-D [T, H, D], got shape {list(tensor.shape)}")
     layout = PackedLayout.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0])
@@ -156,7 +159,7 @@ def attention_on_tensors(
     Backends that are Python packages give an empty lse; with need_lse they have a reason not to take the call.
     """
     if scale is None:
-        scale = query.shape[-1] ** -0.5
+        scale = max(query.shape[-1], 1) ** -0.5  # the operator refuses head_dim 0
     package = package_registry.named(backend)
     if package is not None:
         call = PackageCall(query, key, value, layout, is_causal, window_size, scale, dropout_p, need_lse)
@@ -212,6 +215,7 @@ def explain(
 ) -> BackendReports:
     """Which backend would take this call, and for each other one why not. Nothing is run."""
     _check_layout(query, key, layout)
+    _check_options(is_causal, window_size, backend)
     return explain_on_tensors(
         query,
         key,
@@ -256,6 +260,17 @@ def explain_on_tensors(
 def available_backends() -> list[str]:
     """Names that ``backend=`` takes beside ``auto``, in the order in which auto tries them."""
     return ops.backend_names()
+
+
+def _check_options(is_causal: bool, window_size: tuple[int, int], backend: str) -> None:
+    """What the operator's own types cannot tell apart."""
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not is_pair or not all(isinstance(side, int) and not isinstance(side, bool) for side in window_size):
+        raise TypeError(f"window_size must be two ints (left, right), -1 for unlimited, got {window_size!r}")
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a name such as 'auto', got {backend!r}")
 
 
 def _check_layout(query: Tensor, key: Tensor, layout: PackedLayout | GraphLayout) -> None:

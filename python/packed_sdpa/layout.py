@@ -35,6 +35,12 @@ def host_offsets(layout: LayoutTensors) -> tuple[Tensor, Tensor] | None:
     return (mirror[:count], mirror[count:]) if mirror.numel() > 0 else None
 
 
+def _tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}; pass torch.as_tensor(...)")
+    return value
+
+
 class PackedLayout:
     """Which query and key rows belong together. Immutable; checked once, when it is made.
 
@@ -59,6 +65,9 @@ class PackedLayout:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"PackedLayout is immutable, so {name} cannot be set; make a new layout")
 
+    def __reduce__(self) -> tuple[type[PackedLayout], tuple[LayoutTensors, int, int, int]]:
+        return type(self), (self._host, self.batch, self.rows_q, self.rows_k)  # copies on devices are made again
+
     @classmethod
     def from_doc_ids(cls, doc_ids: Tensor, row_offset: int = 0, rows: int | None = None) -> PackedLayout:
         """doc_ids: integer or bool ``[B, S]`` or ``[S]``, any device, copied; 0 is padding.
@@ -68,7 +77,7 @@ class PackedLayout:
 
         Raises ValueError (shape, negative ids, rows out of range) or TypeError (float ids).
         """
-        tensors = LayoutTensors(*ops.layout_from_doc_ids(doc_ids, row_offset, rows))
+        tensors = LayoutTensors(*ops.layout_from_doc_ids(_tensor("doc_ids", doc_ids), row_offset, rows))
         size = doc_ids.shape[-1]
         batch = doc_ids.shape[0] if doc_ids.dim() == 2 else 1
         return cls(tensors, batch, size - row_offset if rows is None else rows, size)
@@ -76,7 +85,13 @@ class PackedLayout:
     @classmethod
     def from_seqlens(cls, seqlens: Tensor | list[int], total: int | None = None) -> PackedLayout:
         """seqlens: lengths ``[N]`` of the documents of one row of ``total`` tokens (default: their sum)."""
-        lengths = torch.as_tensor(seqlens, dtype=torch.int64) if isinstance(seqlens, list) else seqlens
+        if isinstance(seqlens, list):
+            wrong = next((n for n in seqlens if not isinstance(n, int) or isinstance(n, bool)), None)
+            if wrong is not None:
+                raise TypeError(f"seqlens must hold ints, got {wrong!r} in the list")
+            lengths = torch.tensor(seqlens, dtype=torch.int64)
+        else:
+            lengths = _tensor("seqlens", seqlens)
         tensors = LayoutTensors(*ops.layout_from_seqlens(lengths, total))
         rows = int(tensors.cu_seqlens_k[-1]) if total is None else total
         return cls(tensors, 1, rows, rows)
@@ -86,7 +101,8 @@ class PackedLayout:
         cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int | None = None, total_k: int | None = None
     ) -> PackedLayout:
         """cu_seqlens_q, cu_seqlens_k: offsets ``[N + 1]`` of one row; the rest up to total_q / total_k is padding."""
-        tensors = LayoutTensors(*ops.layout_from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, total_q, total_k))
+        offsets = _tensor("cu_seqlens_q", cu_seqlens_q), _tensor("cu_seqlens_k", cu_seqlens_k)
+        tensors = LayoutTensors(*ops.layout_from_cu_seqlens(*offsets, total_q, total_k))
         rows_q = int(tensors.cu_seqlens_q[-1]) if total_q is None else total_q
         rows_k = int(tensors.cu_seqlens_k[-1]) if total_k is None else total_k
         return cls(tensors, 1, rows_q, rows_k)
@@ -94,7 +110,7 @@ class PackedLayout:
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> PackedLayout:
         """position_ids: ``[B, S]`` or ``[S]``; a document begins where one is not its left neighbour plus one."""
-        tensors = LayoutTensors(*ops.layout_from_position_ids(position_ids))
+        tensors = LayoutTensors(*ops.layout_from_position_ids(_tensor("position_ids", position_ids)))
         batch = position_ids.shape[0] if position_ids.dim() == 2 else 1
         return cls(tensors, batch, position_ids.shape[-1], position_ids.shape[-1])
 

@@ -542,3 +542,24 @@ def test_a_failing_attach_is_undone(llama, monkeypatch):
     monkeypatch.undo()
     assert len(calls) == 3 and state_of(llama) == before and llama.config._attn_implementation == "sdpa"
     packed_sdpa.attach(llama).detach()
+
+
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_detach_within_a_forward_is_refused(llama, batch, route):
+    expected = each_alone(llama, batch)
+    handle = packed_sdpa.attach(llama, route=route, strict=True)
+
+    def detach(*_):
+        with pytest.raises(RuntimeError, match=r"detach\(\) was called while a forward of this model runs"):
+            handle.detach()
+
+    hook = llama.model.layers[0].register_forward_hook(detach)
+    assert difference(llama(**batch).logits, expected) < EXACT
+    hook.remove()
+    handle.detach()
+    assert type(llama.model.layers[0].self_attn).__name__ == "LlamaAttention"
+
+
+def test_documents_of_a_wrong_type_are_named(llama):
+    with pytest.raises((TypeError, ValueError), match="documents"):
+        packed_sdpa.attach(llama, documents=torch.ones(3))

@@ -31,6 +31,7 @@ SOURCES = {
     "_packed_seq_ids": ids(1, 1, 1, 2, 2, 3, 3, 3),
     "seq_idx": ids(0, 0, 0, 1, 1, 2, 2, 2).int(),
     "cu_seq_lens_q": torch.tensor([0, 3, 5, 8], dtype=torch.int32),
+    "cu_seq_lens_k": torch.tensor([0, 3, 5, 8]),
     "attention_mask": ids(1, 1, 1, 2, 2, 3, 3, 3),
     "position_ids": ids(0, 1, 2, 0, 1, 0, 1, 2),
 }
@@ -54,6 +55,7 @@ def test_disagreement_names_both(one, two):
         "_packed_seq_ids": ids(1, 1, 2, 2, 2, 3, 3, 3),
         "seq_idx": ids(0, 0, 1, 1, 1, 2, 2, 2),
         "cu_seq_lens_q": torch.tensor([0, 2, 5, 8]),
+        "cu_seq_lens_k": torch.tensor([0, 2, 5, 8]),
         "attention_mask": ids(1, 1, 2, 2, 2, 3, 3, 3),
         "position_ids": ids(0, 1, 0, 1, 2, 0, 1, 2),
     }
@@ -96,6 +98,8 @@ def test_a_returning_id_is_one_document_and_positions_may_go_on():
         {"attention_mask": ids(1, 1, 1, 1, 1, 1, 0, 0), "position_ids": ids(0, 1, 2, 3, 4, 5, 1, 1)},
         {"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)},
         {"position_ids": torch.tensor([[3]])},
+        {"position_ids": torch.arange(8.0)[None]},
+        {"attention_mask": torch.ones(1, 8)},
         {},
     ],
 )
@@ -210,3 +214,11 @@ def test_agreement_of_two_documents():
         check_agreement(from_doc_ids(ids(1, 1, 2)), from_doc_ids(ids(5, 7, 7), "other"))
     with pytest.raises(ValueError, match=r"tells documents of \[1, 3\] tokens but other of \[1, 2\]"):
         check_agreement(from_doc_ids(ids(1, 1, 2)), from_doc_ids(ids(5, 7), "other"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_documents_told_in_floats_are_refused_not_overlooked(dtype):
+    with pytest.raises(TypeError, match=r"attention_mask numbers documents \(its largest value is 3\) but has dtype"):
+        find_documents({"input_ids": TOKENS, "attention_mask": SOURCES["attention_mask"].to(dtype)})
+    with pytest.raises(TypeError, match="position_ids restart, so they tell documents, but have dtype"):
+        find_documents({"input_ids": TOKENS, "position_ids": SOURCES["position_ids"].to(dtype)})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from cases import PACKINGS, packing, random_packing
@@ -163,4 +166,26 @@ BAD = [
 @pytest.mark.parametrize("call,error,message", BAD, ids=[message for _, _, message in BAD])
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
+        call()
+
+
+def test_copies_and_pickles():
+    layout = PackedLayout.from_doc_ids(torch.tensor([[1, 1, 0, 2]]))
+    for other in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert torch.equal(other.materialize_mask(), layout.materialize_mask())
+        assert (other.batch, other.rows_q, other.rows_k) == (1, 4, 4)
+
+
+WRONG_TYPES = [
+    (lambda: PackedLayout.from_doc_ids([1, 1, 2]), "doc_ids must be a tensor, got list"),
+    (lambda: PackedLayout.from_seqlens([2.9, 3.9]), "seqlens must hold ints, got 2.9"),
+    (lambda: PackedLayout.from_seqlens([True]), "seqlens must hold ints, got True"),
+    (lambda: PackedLayout.from_seqlens((2, 3)), "seqlens must be a tensor, got tuple"),
+    (lambda: PackedLayout.from_cu_seqlens([0, 2], torch.tensor([0, 2])), "cu_seqlens_q must be a tensor, got list"),
+]
+
+
+@pytest.mark.parametrize("call,message", WRONG_TYPES, ids=[message for _, message in WRONG_TYPES])
+def test_wrong_types(call, message):
+    with pytest.raises(TypeError, match=message):
         call()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from cases import packing
-from oracle import check_against_oracle, random_inputs
 
 import packed_sdpa
+from oracle import check_against_oracle, random_inputs
 from packed_sdpa import PackedLayout, packed_attention
 from packed_sdpa._library import ops
 
@@ -53,7 +54,7 @@ def test_compiled_without_graph_breaks_and_not_again_for_other_documents(backend
     )
     generator = torch.Generator().manual_seed(3)
     for _ in range(20):
-        ids = torch.randint(0, 40, (1, 64), generator=generator).sort().values
+        ids = torch.randint(1, 40, (1, 64), generator=generator).sort().values
         layout = PackedLayout.from_doc_ids(ids)
         ours, theirs = ([t.requires_grad_() for t in random_inputs(ids, torch.float32)] for _ in range(2))
         out = compiled(*ours, layout.tensors())
@@ -119,24 +120,31 @@ def test_work_items_are_timed():
         assert min(seconds) > 0
 
 
+# ruff: noqa: E501
 REFUSALS = [
-    (lambda q, k, v, l: packed_attention(q, k, v, l, dropout_p=float("nan")), ValueError, r"dropout_p must be in \[0, 1\), got nan"),
-    (lambda q, k, v, l: packed_attention(q, k, v, l, dropout_p=-0.1), ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
-    (lambda q, k, v, l: packed_attention(q, k, v, l, window_size=(-2, -1)), ValueError, r"window_size\[0\] must be -1 \(unlimited\) or at least 0, got -2"),
-    (lambda q, k, v, l: packed_attention(q, k, v, l, window_size=(1, 2)), ValueError, r"window_size\[1\] must be -1 or 0 when is_causal, got 2"),
-    (lambda q, k, v, l: packed_attention(q, k, v, l, scale=float("inf")), ValueError, "scale must be finite, got inf"),
-    (lambda q, k, v, l: packed_attention(q, k, v, l, backend="nope"), ValueError, "backend must be one of auto, cpu.*got 'nope'"),
-    (lambda q, k, v, l: packed_attention(q, k, v, [1]), TypeError, "layout must be a PackedLayout, got list"),
-    (lambda q, k, v, l: packed_attention(q[:, :3], k, v, l), ValueError, r"num_heads \(3\) must be a multiple of num_kv_heads \(2\)"),
-    (lambda q, k, v, l: packed_attention(q, k.double(), v, l), TypeError, "must have one dtype, got Float, Double and Float"),
-    (lambda q, k, v, l: packed_attention(q, k[:1], v[:1], l), ValueError, "must have one batch size"),
-    (lambda q, k, v, l: packed_attention(q, k, v[:, :1], l), ValueError, "key and value must have equal numbers of heads, got 2 and 1"),
-    (lambda q, k, v, l: packed_attention(q, k[..., :8], v, l), ValueError, "query and key must have equal head_dim, got 16 and 8"),
-    (lambda q, k, v, l: packed_attention(q.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), l), TypeError, "query must be float32, float64, bfloat16 or float16, got Float8_e4m3fn"),
-    (lambda q, k, v, l: packed_attention(q, k, v, PackedLayout.from_seqlens([3])), ValueError, "layout is for B 1, 3 query rows and 3 key rows"),
-    (lambda q, k, v, l: packed_sdpa.varlen_attention(q, k, v, torch.tensor([0, 3]), torch.tensor([0, 3])), ValueError, r"query must be 3-D \[T, H, D\]"),
-    (lambda q, k, v, l: packed_sdpa.explain(q, k, v, l, backend="nope"), ValueError, "backend must be one of auto, cpu"),
-    (lambda q, k, v, l: PackedLayout.from_doc_ids(torch.empty(3, dtype=torch.long, device="meta")), ValueError, "doc_ids is on the meta device, which holds no values"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, dropout_p=float("nan")), ValueError, r"dropout_p must be in \[0, 1\), got nan"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, dropout_p=-0.1), ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, window_size=(-2, -1)), ValueError, r"window_size\[0\] must be -1 \(unlimited\) or at least 0, got -2"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, window_size=(1, 2)), ValueError, r"window_size\[1\] must be -1 or 0 when is_causal, got 2"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, scale=float("inf")), ValueError, "scale must be finite, got inf"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, backend="nope"), ValueError, "backend must be one of auto, cpu.*got 'nope'"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, is_causal=None), TypeError, "is_causal must be True or False, got None"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, window_size=(1, 2, 3)), TypeError, "window_size must be two ints"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, window_size=3), TypeError, "window_size must be two ints"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, backend=None), TypeError, "backend must be a name such as 'auto', got None"),
+    (lambda q, k, v, layout: packed_attention(q[:, :0], k, v, layout), ValueError, "must be at least 1, got 0 and 2"),
+    (lambda q, k, v, layout: packed_attention(q[..., :0], k[..., :0], v, layout), ValueError, "head_dim must be at least 1"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, [1]), TypeError, "layout must be a PackedLayout, got list"),
+    (lambda q, k, v, layout: packed_attention(q[:, :3], k, v, layout), ValueError, r"num_heads \(3\) must be a multiple of num_kv_heads \(2\)"),
+    (lambda q, k, v, layout: packed_attention(q, k.double(), v, layout), TypeError, "must have one dtype, got Float, Double and Float"),
+    (lambda q, k, v, layout: packed_attention(q, k[:1], v[:1], layout), ValueError, "must have one batch size"),
+    (lambda q, k, v, layout: packed_attention(q, k, v[:, :1], layout), ValueError, "key and value must have equal numbers of heads, got 2 and 1"),
+    (lambda q, k, v, layout: packed_attention(q, k[..., :8], v, layout), ValueError, "query and key must have equal head_dim, got 16 and 8"),
+    (lambda q, k, v, layout: packed_attention(q.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), layout), TypeError, "query must be float32, float64, bfloat16 or float16, got Float8_e4m3fn"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, PackedLayout.from_seqlens([3])), ValueError, "layout is for B 1, 3 query rows and 3 key rows"),
+    (lambda q, k, v, layout: packed_sdpa.varlen_attention(q, k, v, torch.tensor([0, 3]), torch.tensor([0, 3])), ValueError, r"query must be 3-D \[T, H, D\]"),
+    (lambda q, k, v, layout: packed_sdpa.explain(q, k, v, layout, backend="nope"), ValueError, "backend must be one of auto, cpu"),
+    (lambda q, k, v, layout: PackedLayout.from_doc_ids(torch.empty(3, dtype=torch.long, device="meta")), ValueError, "doc_ids is on the meta device, which holds no values"),
 ]  # fmt: skip
 
 
