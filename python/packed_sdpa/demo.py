@@ -76,6 +76,9 @@ class HalfResult:
         return statistics.median(self.seconds[1:] or self.seconds)
 
 
+_MAX_SEQ_LEN = 2**24  # a row's ids alone take 128 MiB there
+
+
 def check_options(options: DemoOptions) -> None:
     """Raises InputError for what can be judged without reading anything; see :func:`check_out` for ``out``."""
     for name in ("seq_len", "steps", "threads"):
@@ -84,6 +87,10 @@ def check_options(options: DemoOptions) -> None:
             raise InputError(f"--{flag} must be at least 1, got {getattr(options, name)}")
     if options.seq_len < 2:
         raise InputError(f"--seq-len must be at least 2, got {options.seq_len}: one token predicts nothing")
+    if options.seq_len > _MAX_SEQ_LEN:
+        raise InputError(f"--seq-len must be at most {_MAX_SEQ_LEN}, got {options.seq_len}")
+    if not 0 <= options.seed < 2**63:
+        raise InputError(f"--seed must be in [0, 2**63), got {options.seed}")
     if options.dtype not in DTYPES:
         raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
     if not options.learning_rate > 0:

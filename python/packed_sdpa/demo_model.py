@@ -37,10 +37,12 @@ def make_config(model: str | Path | None, vocab_size: int, seq_len: int) -> Any:
             raise InputError(f"--model {path} does not exist; pass a config.json or a folder that holds one")
         if path.is_dir() and not (path / "config.json").exists():
             raise InputError(f"--model {path} holds no config.json; pass a folder written by save_pretrained")
+        from huggingface_hub.errors import StrictDataclassError  # how configs say that their numbers do not fit
+
         try:
             config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise InputError(f"--model {path}: its config cannot be read ({_first_line(error)})") from error
+        except (OSError, ValueError, StrictDataclassError) as error:
+            raise InputError(f"--model {path}: its config cannot be read ({_one_line(error)})") from error
     config.use_cache = False
     return config
 
@@ -61,7 +63,7 @@ def build_model(config: Any, model: str | Path | None, dtype: torch.dtype, seed:
                 str(model), config=config, local_files_only=True, attn_implementation="sdpa", dtype=dtype
             )
         except (OSError, ValueError) as error:
-            raise InputError(f"--model {model}: its weights cannot be loaded ({_first_line(error)})") from error
+            raise InputError(f"--model {model}: its weights cannot be loaded ({_one_line(error)})") from error
     else:
         net = _from_config(config, dtype, model)
     net.train()
@@ -73,9 +75,9 @@ def _from_config(config: Any, dtype: torch.dtype, model: str | Path | None) -> A
     transformers = import_extra("transformers", "demo")
     try:
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    except ValueError as error:
+    except (ValueError, RuntimeError, ZeroDivisionError) as error:  # such as a negative size of a weight
         raise InputError(
-            f"--model {model}: no causal language model on SDPA can be made of its config ({_first_line(error)})"
+            f"--model {model}: no causal language model on SDPA can be made of its config ({_one_line(error)})"
         ) from error
 
 
@@ -83,5 +85,6 @@ def _has_weights(folder: Path) -> bool:
     return folder.is_dir() and any(True for pattern in ("*.safetensors", "*.bin") for _ in folder.glob(pattern))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else text[:197] + "..."

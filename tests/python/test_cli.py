@@ -88,6 +88,8 @@ def test_arguments_that_cannot_be_parsed(
         (["demo", "--seq-len", "0"], "--seq-len must be at least 1, got 0"),
         (["demo", "--seq-len", "1"], "--seq-len must be at least 2, got 1"),
         (["demo", "--threads", "-1"], "--threads must be at least 1, got -1"),
+        (["demo", "--seq-len", "99999999999"], "--seq-len must be at most 16777216, got 99999999999"),
+        (["demo", "--seed", "99999999999999999999"], "--seed must be in [0, 2**63), got 99999999999999999999"),
         (["demo", "--learning-rate", "nan"], "--learning-rate must be above 0, got nan"),
         (["demo", "--data", "gone"], "--data gone does not exist"),
         (["demo", "--data", "empty"], "--data empty holds no .txt, .jsonl, .parquet files"),
@@ -97,6 +99,8 @@ def test_arguments_that_cannot_be_parsed(
         (["demo", "--model", "empty"], "--model empty holds no config.json"),
         (["demo", "--model", "broken"], "--model broken: its config cannot be read"),
         (["demo", "--model", "vision"], "--model vision: no causal language model on SDPA can be made"),
+        (["demo", "--model", "odd"], "--model odd: its config cannot be read (Class validation error"),
+        (["demo", "--model", "negative"], "--model negative: "),
         (["demo", "--model", "few_words"], "its vocabulary of 100 is too small for bytes"),
         (["demo", "--out", "rows.jsonl"], "--out rows.jsonl: rows.jsonl is a file"),
         (["demo", "--out", "rows.jsonl/new"], "--out rows.jsonl/new: rows.jsonl is a file"),
@@ -122,6 +126,8 @@ def test_bad_input_is_one_line_and_writes_nothing(
     Path("rows.jsonl").write_text('{"text": "one"}\n', encoding="utf-8")
     Path("broken").mkdir()
     Path("broken/config.json").write_text("{", encoding="utf-8")
+    model_folder(tmp_path / "odd", hidden_size=10, num_attention_heads=3, num_key_value_heads=3)
+    model_folder(tmp_path / "negative", hidden_size=-64)
     model_folder(Path("few_words"), vocab_size=100)
     Path("vision").mkdir()
     Path("vision/config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
