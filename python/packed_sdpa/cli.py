@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -146,13 +149,31 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0 if check_model_folder(options) else 1
 
 
+@contextlib.contextmanager
+def _unwinding_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends by an exception, so that a demo's worker ends with it. Signals belong to the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code: 0, 1 when something that was to be proven
-    failed or a process ended without a result, 2 for bad input, 130 when interrupted."""
+    failed or a process ended without a result, 2 for bad input, 130 when interrupted, 143 when terminated."""
     parsed = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:
-        return run(parsed)
+        with _unwinding_on_sigterm():
+            return run(parsed)
     except (InputError, MissingExtraError) as error:
         print(f"packed-sdpa {parsed.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return _INPUT_ERROR

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -203,3 +204,22 @@ def test_version_and_oldest_python_are_stated_once() -> None:
         if line.strip().startswith(("import ", "from "))
     }
     assert not used & {"numpy", "psutil"}  # so they are no dependencies
+
+
+def test_a_terminated_demo_leaves_no_worker(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    command = [sys.executable, "-m", "packed_sdpa.cli", "demo", "--model", str(folder), "--out", str(tmp_path / "out")]
+    demo = subprocess.Popen([*command, "--steps", "100000", "--seq-len", "64"], stdout=subprocess.DEVNULL)
+
+    def workers() -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()]
+
+    deadline = time.monotonic() + 60
+    while not workers() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = workers()
+    assert children
+    demo.terminate()
+    assert demo.wait(30) == 143
+    for pid in children:
+        assert not Path(f"/proc/{pid}").exists()
