@@ -22,6 +22,7 @@ from packed_sdpa.documents import (
     SOURCE_KEYWORDS,
     Documents,
     check_agreement,
+    check_keywords,
     find_documents,
     is_indexed_mask,
 )
@@ -116,6 +117,7 @@ class Attachment:
         if not self.enabled:
             return self._run(None, proceed, args, kwargs)
         parameters = self._parameters[module]
+        check_keywords(kwargs, parameters.names)
         arguments = parameters.by_name(args, kwargs)
         seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
         running = scope_of(self.ledger)

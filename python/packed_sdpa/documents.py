@@ -6,6 +6,8 @@ Foreign spellings (``cu_seq_lens_q``, ``seq_idx``, ``_packed_seq_ids``) end here
 
 from __future__ import annotations
 
+import difflib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -301,6 +303,29 @@ _READERS: dict[str, Callable[[str, Any, tuple[int, int] | None, Tensor | None], 
     "attention_mask": _read_attention_mask,
     "position_ids": _read_position_ids,
 }
+
+
+_KNOWN_KEYWORDS = (*SOURCE_KEYWORDS, *FOREIGN_KEYWORDS, "is_causal", "sliding_window", "inputs_embeds", "input_ids")
+
+
+@functools.lru_cache(maxsize=256)
+def near_keyword(name: str) -> str | None:
+    """The keyword that ``name`` is a slip of the pen for, as ``docs_ids`` for ``doc_ids``; None for any other name."""
+    if name in _KNOWN_KEYWORDS:
+        return None
+    # 0.87: above longer names that mean something else, as decoder_attention_mask (0.78).
+    return next(iter(difflib.get_close_matches(name, _KNOWN_KEYWORDS, n=1, cutoff=0.87)), None)
+
+
+def check_keywords(keywords: Mapping[str, Any], accepted: frozenset[str]) -> None:
+    """Raises TypeError for a misspelt keyword, which a model that takes any keyword would swallow."""
+    for name, value in keywords.items():
+        near = None if name in accepted else near_keyword(name)
+        if near is not None:
+            given = type(value).__name__ if isinstance(value, Tensor) else repr(value)
+            raise TypeError(
+                f"unexpected keyword {name} (got {given}), which the model would ignore; did you mean {near}?"
+            )
 
 
 def check_agreement(one: Documents, two: Documents) -> None:

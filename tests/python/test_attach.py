@@ -563,3 +563,19 @@ def test_detach_within_a_forward_is_refused(llama, batch, route):
 def test_documents_of_a_wrong_type_are_named(llama):
     with pytest.raises((TypeError, ValueError), match="documents"):
         packed_sdpa.attach(llama, documents=torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "meant"), [("is_casual", "is_causal"), ("docs_ids", "doc_ids"), ("cu_seqlens_q", "cu_seq_lens_q")]
+)
+def test_a_misspelt_keyword_is_not_swallowed(llama, batch, keyword, meant):
+    with (
+        packed_sdpa.attach(llama),
+        pytest.raises(TypeError, match=f"unexpected keyword {keyword} .*did you mean {meant}"),
+    ):
+        llama(**batch, **{keyword: True})
+
+
+def test_other_keywords_go_on(llama, batch):
+    with packed_sdpa.attach(llama):
+        llama(**batch, labels=batch["input_ids"], num_items_in_batch=3, output_attentions=False, logits_to_keep=0)
