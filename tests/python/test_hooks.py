@@ -575,8 +575,13 @@ def test_many_interrupts_at_random_points(seed):
 def test_interrupt_main():
     model = hooked(Attention())
     model.self_attn.before = lambda: (_thread.interrupt_main(), time.sleep(0.05))
-    with pytest.raises(KeyboardInterrupt):
-        model(operand())
+    # A test run in the background of a shell ignores SIGINT, and Python then installs no handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(operand())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert nothing_is_left()
 
 
