@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 # Another package index for torch, as one that carries CPU or CUDA builds: make build TORCH_INDEX=URL
 TORCH_INDEX ?=
 JOBS ?= 2
+# A test that hangs fails after so many seconds (pytest-timeout).
+export PYTEST_TIMEOUT ?= 900
 
 VENV := .venv
 BIN := $(VENV)/bin

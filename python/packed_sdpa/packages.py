@@ -6,7 +6,9 @@ differentiable by themselves and give no lse.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -45,6 +47,17 @@ class RealRows:
     index_q: Tensor | None  # int64 [Tq], flat rows
 
 
+def is_installed(package: str) -> bool:
+    return package in sys.modules or _can_be_found(package)
+
+
+@functools.cache
+def _can_be_found(package: str) -> bool:
+    """Searched once a process: this is asked at every new layout, and the search takes Python's global import lock,
+    which an interrupt at the wrong moment leaves locked for all other threads."""
+    return importlib.util.find_spec(package) is not None
+
+
 class PackageBackend(ABC):
     """One package. ``device_types``: the kinds of device that its kernels run on."""
 
@@ -57,7 +70,7 @@ class PackageBackend(ABC):
     def unsupported_reasons(self, call: PackageCall) -> list[str]:
         """Why it cannot take this call, in sentences; nothing is imported or run."""
         reasons = []
-        if importlib.util.find_spec(self.package) is None:
+        if not is_installed(self.package):
             reasons.append(f"the package {self.package} is not installed")
         device = call.query.device.type
         if device not in self.device_types:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _imp
 import _thread
 import copy
 import functools
@@ -559,6 +560,9 @@ def interrupt_at_random_points(count, seed):
             assert not left_behind(), f"round {round_} of seed {seed}"
     finally:
         signal.signal(signal.SIGALRM, before)
+        # An interrupt within CPython's own import machinery can leave its lock taken, for later tests to wait for.
+        while _imp.lock_held():
+            _imp.release_lock()
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
