@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import timeit
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from packed_models import STOCK, dense_mask, plain_attention
 from packed_sdpa import packed
-from packed_sdpa.functional import attention_on_tensors
 from packed_sdpa.kernels import _cp_blockdiag_varlen
 from packed_sdpa.packed import (
     _PACKED_STATE,
@@ -270,21 +268,6 @@ def test_no_module_to_hook_is_a_warning():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.warns(UserWarning, match="no module of Sequential has a name that ends with 'self_attn'"):
         assert attach_cp1_packed_varlen_hooks(model) is None
-
-
-@pytest.mark.slow
-def test_overhead_over_the_operator():
-    """Under 20 us; the least of many repeats, as other programs may run."""
-    enable_cp1_packed_varlen(IDS, "flash")
-    query, key, value = qkv(dtype=torch.float32)
-    layout = _PACKED_STATE.get().layout.tensors()
-
-    def least(function):
-        return min(timeit.repeat(function, number=100, repeat=30)) / 100
-
-    direct = least(lambda: attention_on_tensors(query, key, value, layout))
-    packed_call = least(lambda: _packed_varlen_sdpa(query, key, value))
-    assert packed_call - direct < 20e-6, f"{(packed_call - direct) * 1e6:.1f} us"
 
 
 def test_nothing_is_patched_outside():
