@@ -67,7 +67,7 @@ test-python: build
 
 test: test-cpp test-python
 
-test-slow: build
+test-slow: sanitize
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 # The torch-free parts under address, undefined-behaviour and thread sanitizers.
@@ -83,13 +83,12 @@ lint: build
 	$(BIN)/ruff check python tests examples tools
 	$(BIN)/ruff format --check python tests examples tools
 	$(BIN)/mypy
-	@if command -v clang-format > /dev/null; then \
-	  git ls-files '*.cpp' '*.h' | xargs clang-format --dry-run --Werror; else echo "clang-format is not installed"; fi
+	git ls-files '*.cpp' '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
 
 format: build
 	$(BIN)/ruff check --fix python tests examples tools
 	$(BIN)/ruff format python tests examples tools
-	git ls-files '*.cpp' '*.h' | xargs clang-format -i
+	git ls-files '*.cpp' '*.h' | xargs $(BIN)/clang-format -i
 
 clean:
 	rm -rf build $(VENV)

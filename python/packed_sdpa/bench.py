@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from packed_sdpa.bench_memory import extra_peak_mib
 from packed_sdpa.bench_options import PLOT_FILES, BenchOptions, check_targets
 from packed_sdpa.bench_overheads import measure_overheads
 from packed_sdpa.errors import import_extra
+from packed_sdpa.tables import make_console
 
 Results = dict[str, Any]
 
@@ -32,7 +34,7 @@ def run_bench(options: BenchOptions, console: Console | None = None) -> Results:
     The result has ``machine`` (strings) and lists of rows: ``kernels`` and the sweeps ``by_document_length`` and
     ``by_row_length`` (a row a case, dtype, pass and contender), ``training``, ``memory``, ``overheads``, ``schedule``.
     """
-    console = console or Console()
+    console = console or make_console()
     check_targets(options.json, options.markdown, options.plot, PLOT_FILES)
     if options.plot is not None:
         import_extra("matplotlib", "demo")
@@ -41,17 +43,21 @@ def run_bench(options: BenchOptions, console: Console | None = None) -> Results:
     threads = torch.get_num_threads()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    results: Results = {"machine": machine()}
     try:
-        results = _measure(options, console)
+        with Progress(console=console, transient=True) as progress:
+            for key, rows in _sections(options, progress):
+                results[key] = rows
+                if options.json is not None:  # after each section, so that an interrupted run keeps its numbers
+                    _write(options.json, json.dumps(results, indent=1) + "\n")
     finally:
         torch.set_num_threads(threads)
     bench_report.print_tables(console, results)
-    for file, text in ((options.json, json.dumps(results, indent=1) + "\n"), (options.markdown, None)):
-        if file is None:
-            continue
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text or bench_report.markdown_page(results, file), encoding="utf-8")
-        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+    if options.markdown is not None:
+        _write(options.markdown, bench_report.markdown_page(results, options.markdown))
+    for file in (options.json, options.markdown):
+        if file is not None:
+            console.print(f"wrote {file}", highlight=False, soft_wrap=True)
     if options.plot is not None:
         options.plot.mkdir(parents=True, exist_ok=True)
         for plot in bench_report.write_plots(options.plot, results):
@@ -59,29 +65,31 @@ def run_bench(options: BenchOptions, console: Console | None = None) -> Results:
     return results
 
 
-def _measure(options: BenchOptions, console: Console) -> Results:
-    results: Results = {"machine": machine()}
-    with Progress(console=console, transient=True) as progress:
-        cases = [kernel_cases()[name] for name in options.cases]
-        results["kernels"] = _measure_cases("packings", cases, options, options.contenders, progress)
-        if options.sweeps:
-            few = tuple(name for name in options.contenders if name != "flex")
-            quick = replace(options, rounds=min(3, options.rounds), seconds_each=options.seconds_each / 4)
-            for key, sweep in (("by_document_length", length_sweep()), ("by_row_length", row_sweep())):
-                results[key] = _measure_cases(key.replace("_", " "), sweep, quick, few, progress)
-        if options.training_tokens:
-            results["training"] = _measure_training(options, progress)
-        if options.memory:
-            results["memory"] = _measure_memory(options, progress)
-        if options.overheads:
-            progress.add_task("overheads", total=None)
-            dtypes = [getattr(torch, dtype) for dtype in options.dtypes]
-            results["overheads"] = measure_overheads(dtypes, options.rounds, options.seconds_each)
-        if options.simulate_cores is not None:
-            progress.add_task("work items", total=None)
-            rows = [bench_schedule.measure_schedules(options.simulate_cores, dtype) for dtype in options.dtypes]
-            results["schedule"] = [row for part in rows for row in part]
-    return results
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+
+
+def _sections(options: BenchOptions, progress: Progress) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    cases = [kernel_cases()[name] for name in options.cases]
+    yield "kernels", _measure_cases("packings", cases, options, options.contenders, progress)
+    if options.sweeps:
+        few = tuple(name for name in options.contenders if name != "flex")
+        quick = replace(options, rounds=min(3, options.rounds), seconds_each=options.seconds_each / 4)
+        for key, sweep in (("by_document_length", length_sweep()), ("by_row_length", row_sweep())):
+            yield key, _measure_cases(key.replace("_", " "), sweep, quick, few, progress)
+    if options.training_tokens:
+        yield "training", _measure_training(options, progress)
+    if options.memory:
+        yield "memory", _measure_memory(options, progress)
+    if options.overheads:
+        progress.add_task("overheads", total=None)
+        dtypes = [getattr(torch, dtype) for dtype in options.dtypes]
+        yield "overheads", measure_overheads(dtypes, options.rounds, options.seconds_each)
+    if options.simulate_cores is not None:
+        progress.add_task("work items", total=None)
+        parts = [bench_schedule.measure_schedules(options.simulate_cores, dtype) for dtype in options.dtypes]
+        yield "schedule", [row for part in parts for row in part]
 
 
 def _measure_cases(

@@ -15,6 +15,7 @@ from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.attach import NO_CALL, Attachment, attachment_of, forward_parameters
 from packed_sdpa.documents import FOREIGN_KEYWORDS, OWN_KEYWORDS, SOURCE_KEYWORDS, Documents, find_documents
 from packed_sdpa.model_survey import leaking_layers, looks_like_attention
+from packed_sdpa.tables import as_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,12 +75,7 @@ class IsolationResult:
         return self.table()
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=140)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
+        return as_text(self.table())
 
 
 def check_isolation(model: nn.Module, batch: Mapping[str, Any], *, max_documents: int = 8) -> IsolationResult:

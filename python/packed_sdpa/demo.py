@@ -26,6 +26,7 @@ from packed_sdpa.demo_model import DTYPES, check_model, make_config
 from packed_sdpa.demo_worker import Job
 from packed_sdpa.errors import InputError, WorkerError, import_extra
 from packed_sdpa.packing import PackedRows, pack
+from packed_sdpa.tables import make_console
 from packed_sdpa.targets import check_folder
 
 HALVES = {"stock": "Transformers", "packed": "packed_sdpa"}
@@ -220,7 +221,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> bool:
     into ``options.out``; with bad input it raises InputError and writes nothing."""
     from packed_sdpa import demo_report
 
-    console = console or Console()
+    console = console or make_console()
     import_extra("transformers", "demo")
     import_extra("matplotlib", "demo")
     check_out(options)

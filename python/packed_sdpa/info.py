@@ -11,6 +11,7 @@ from rich.table import Table
 import packed_sdpa
 from packed_sdpa import host
 from packed_sdpa._library import LIBRARY_PATH, ops
+from packed_sdpa.tables import make_console
 
 # (what is asked, dtype, head dim, arguments of the call)
 _CALLS: tuple[tuple[str, torch.dtype, int, dict[str, object]], ...] = (
@@ -64,7 +65,7 @@ def support() -> dict[str, dict[str, str]]:
 
 def print_info(console: Console | None = None) -> None:
     """Prints facts and support as tables."""
-    console = console or Console()
+    console = console or make_console()
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")

@@ -13,6 +13,7 @@ from packed_sdpa.demo import DemoOptions, prepare
 from packed_sdpa.demo_model import DTYPES, build_model, make_config
 from packed_sdpa.demo_report import Check, judge_gradients, judge_logits
 from packed_sdpa.errors import InputError
+from packed_sdpa.tables import make_console
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class CheckOptions:
 
 def check_model_folder(options: CheckOptions, console: Console | None = None) -> bool:
     """Attaches the model, packs one row of documents cut to a fifth of it, and returns whether all holds."""
-    console = console or Console()
+    console = console or make_console()
     shared = {name: getattr(options, name) for name in ("model", "data", "text_field", "seq_len", "dtype", "seed")}
     prepared = prepare(DemoOptions(steps=1, **shared), max_doc_len=max(1, options.seq_len // 5))
     batch = proofs.row_of_most_documents(prepared.rows.select(slice(None)))

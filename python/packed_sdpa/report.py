@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from packed_sdpa.attach import Attachment, Handle, attachment_of
+from packed_sdpa.tables import as_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,12 +97,7 @@ class Report:
         return self.table()
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=140)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get()
+        return as_text(self.table())
 
 
 def _reasons(counts: dict[str, int]) -> str:
