@@ -5,7 +5,8 @@ Written against torch 2.11 to 2.14.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,3 +63,30 @@ def node_metadata(tensor: torch.Tensor) -> dict[str, Any] | None:
     """A dictionary that lives as long as the autograd node which made the tensor; None when there is none."""
     node = tensor.grad_fn
     return None if node is None else node.metadata  # type: ignore[return-value]
+
+
+_FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def metadata_of_running_functions() -> Iterator[dict[str, Any] | None]:
+    """As :func:`node_metadata`, of each torch.autograd.Function whose forward runs in this thread, innermost first.
+
+    A forward's context is the node itself, made before the forward runs. None: a forward that is not given its context
+    (one beside a ``setup_context``).
+    """
+    callee = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTION_APPLY and callee is not None:
+            context = _function_context(callee.f_locals.values())
+            yield None if context is None else context.metadata
+        callee, frame = frame, frame.f_back  # type: ignore[assignment]
+
+
+def _function_context(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, torch._C._FunctionBase):
+            return value
+        if isinstance(value, tuple) and value and isinstance(value[0], torch._C._FunctionBase):
+            return value[0]  # of a decorated forward(*args)
+    return None

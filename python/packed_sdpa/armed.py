@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,8 +53,6 @@ class ArmedDocuments:
 
 
 _alive: weakref.WeakValueDictionary[int, ArmedDocuments] = weakref.WeakValueDictionary()
-# A region under a reentrant checkpoint runs without a graph that could keep its documents until backward.
-_without_graph: deque[ArmedDocuments] = deque(maxlen=64)
 
 
 def documents_with(number: int) -> ArmedDocuments:
@@ -89,7 +86,7 @@ def keep_documents(output: object, documents: ArmedDocuments | None) -> None:
     if isinstance(output, Tensor):
         metadata = _torch_private.node_metadata(output)
         if metadata is not None:
-            metadata.setdefault(_METADATA_KEY, documents)
+            _add(metadata, documents)
     elif isinstance(output, dict):
         for entry in output.values():
             keep_documents(entry, documents)
@@ -99,8 +96,25 @@ def keep_documents(output: object, documents: ArmedDocuments | None) -> None:
 
 
 def keep_for_recompute(output: Tensor, documents: ArmedDocuments) -> None:
-    """As :func:`keep_documents` for an attention call's output, which may have no graph."""
+    """As :func:`keep_documents` for an attention call's output.
+
+    Without a graph of its own it may be in the region of a reentrant checkpoint (any torch.autograd.Function that runs
+    it in its forward), whose node then keeps the documents. An evaluation without gradients keeps nothing.
+    """
     if output.requires_grad:
         keep_documents(output, documents)
-    elif not torch.is_grad_enabled() and (not _without_graph or _without_graph[-1] is not documents):
-        _without_graph.append(documents)
+    elif not torch.is_grad_enabled():
+        keep_for_functions(documents)
+
+
+def keep_for_functions(documents: ArmedDocuments) -> None:
+    """The node of every torch.autograd.Function whose forward runs here keeps ``documents``."""
+    for metadata in _torch_private.metadata_of_running_functions():
+        if metadata is None:
+            ops.keep_documents(documents.id)
+        else:
+            _add(metadata, documents)
+
+
+def _add(metadata: dict[str, Any], documents: ArmedDocuments) -> None:
+    metadata.setdefault(_METADATA_KEY, {})[documents.id] = documents

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packed_sdpa import _torch_private, interception
-from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_for_recompute
+from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_for_functions, keep_for_recompute
 from packed_sdpa.choice import choice_of
 from packed_sdpa.functional import attention_on_tensors
 from packed_sdpa.hooks import hook_self_attention
@@ -150,6 +150,8 @@ def _packed_multi_head_attention(
             return F.linear(_packed_varlen_sdpa(*heads).transpose(1, 2).flatten(-2), proj_weight, proj_bias), None
         frame.calls += 1
         _count_passed(frame, UNARMED if documents is None else OTHER_LENGTH, documents, *heads)
+        if documents is not None:
+            keep_for_functions(documents)
     return interception.without_catching(
         _torch_private.NATIVE_MULTI_HEAD_ATTENTION,
         *(query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask),

@@ -102,7 +102,7 @@ struct Clock {
   uint64_t sequence = 0;
 
   Moment forward() const { return {thread, sequence, kNoGraphTask, std::nullopt, false, {}}; }
-  Moment backward(int64_t task, NodePlace node, const std::shared_ptr<void>& alive,
+  Moment backward(int64_t task, NodePlace node, const std::shared_ptr<BackwardTask>& alive,
                   bool precedes = false) const {
     return {thread, sequence, task, node, precedes, alive};
   }
@@ -113,7 +113,7 @@ struct Process {
   Timeline timeline;
   Clock clock;
   TimelinePtr armed;
-  std::shared_ptr<void> task = std::make_shared<int>(0);
+  std::shared_ptr<BackwardTask> task = std::make_shared<BackwardTask>();
 
   void arm(const TimelinePtr& documents) {
     armed = documents;
@@ -164,7 +164,7 @@ TEST(Timeline, DeeperBackwardsFollowTheNodeThatAsked) {
   EXPECT_EQ(process.recompute(after_call, 2), 1);
   EXPECT_EQ(process.recompute(tail_of_b, 1), 2);  // same backward: not deeper
   process.task.reset();                           // the backward has ended, however
-  process.task = std::make_shared<int>(0);
+  process.task = std::make_shared<BackwardTask>();
   EXPECT_EQ(process.recompute(tail_of_b, 3), 2);
   EXPECT_EQ(process.timeline.statistics().redirects, 1);
 }
@@ -250,7 +250,7 @@ TEST(Timeline, ThreadsDoNotDisturbEachOther) {
       Clock clock{static_cast<uint64_t>(t), 0};
       const std::vector<TimelinePtr> values{value(t), value(100 + t), nullptr};
       for (int round = 0; round < 300; ++round) {
-        const auto task = std::make_shared<int>(0);
+        const auto task = std::make_shared<BackwardTask>();
         std::vector<NodePlace> nodes;
         for (const TimelinePtr& armed : values) {
           timeline.armed(clock.forward(), armed, true);

@@ -64,6 +64,48 @@ def test_metadata_lives_with_the_node():
     assert _torch_private.node_metadata(x) is None
 
 
+def test_the_metadata_of_functions_whose_forward_runs():
+    seen = []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, inner):
+            if inner is not None:
+                return inner.apply(x, None)
+            for metadata in _torch_private.metadata_of_running_functions():
+                if metadata is not None:
+                    metadata["packed_sdpa_test"] = len(seen)
+                seen.append(metadata is not None)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    class Decorated(Function):
+        forward = staticmethod(torch.amp.custom_fwd(Function.forward, device_type="cpu"))
+
+    class WithoutContext(Function):
+        forward = staticmethod(lambda x, inner: Function.forward(None, x, inner))
+        setup_context = staticmethod(lambda ctx, inputs, output: None)
+
+    x = torch.ones(2, requires_grad=True)
+    assert list(_torch_private.metadata_of_running_functions()) == []
+    for outer, inner, found, number in (
+        (Function, None, [True], 0),
+        (Decorated, None, [True], 0),
+        (Function, Decorated, [True, True], 1),
+        (WithoutContext, None, [False], None),
+        (Function, WithoutContext, [False, True], 1),
+    ):
+        seen.clear()
+        y = outer.apply(x, inner)
+        assert seen == found, CHANGED + "torch.autograd.Function.apply calls forward"
+        metadata = _torch_private.node_metadata(y)
+        assert metadata.get("packed_sdpa_test") == number, CHANGED + "a forward's context is its node"
+    assert list(_torch_private.metadata_of_running_functions()) == []
+
+
 def test_sequence_numbers_count_nodes():
     """What the timeline stands on: public in C++, but not promised."""
     x = torch.ones(2, requires_grad=True)
