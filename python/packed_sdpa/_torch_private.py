@@ -14,6 +14,24 @@ import torch
 NO_GRAPH_TASK = -1
 
 
+def in_func_transform() -> bool:
+    """A torch.func transform (vmap, grad, jvp, ...) runs in this thread."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def without_func_wrapper(value: Any) -> Any:
+    """What a differentiating transform has wrapped; None for a tensor that vmap runs over."""
+    while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if torch._C._functorch.is_batchedtensor(value):
+            return None
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
+
+
+# Within it, tensors are made and read as outside of every torch.func transform.
+without_func_transforms: Callable[[], Any] = torch._C._DisableFuncTorch
+
+
 def current_graph_task() -> int:
     """Number of the backward that runs in this thread, -1 outside of one. Deeper backwards have greater numbers."""
     return torch._C._current_graph_task_id()

@@ -15,6 +15,10 @@ from packed_sdpa.layout import LayoutTensors, PackedLayout
 from packed_sdpa.records import Choice
 
 _METADATA_KEY = "packed_sdpa_documents"
+UNSUPPORTED_TRANSFORM = (
+    "which packed attention does not support; use loss.backward() or torch.autograd.grad, or run it unpacked under the "
+    "transform (disarm, detach, or handle.enabled = False)"
+)
 _resolve = ops.resolve_documents.default
 
 
@@ -76,6 +80,11 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
             "documents of its forward cannot be told; read it before, or leave that region out of the checkpoint"
         )
     number = _resolve(attachments, *hooked_at)
+    if number and _torch_private.in_func_transform():
+        raise NotImplementedError(
+            "packed_sdpa: scaled_dot_product_attention was called with armed documents within a torch.func transform "
+            f"(vmap, grad, jvp, ...), {UNSUPPORTED_TRANSFORM}"
+        )
     return documents_with(number) if number else None
 
 

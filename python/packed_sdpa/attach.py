@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packed_sdpa import hf
+from packed_sdpa import _torch_private, hf
 from packed_sdpa import packed as _installs_what_hooked_modules_call  # noqa: F401
-from packed_sdpa.armed import ArmedDocuments
+from packed_sdpa.armed import UNSUPPORTED_TRANSFORM, ArmedDocuments
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.documents import (
     FOREIGN_KEYWORDS,
@@ -153,6 +153,8 @@ class Attachment:
         return run_scoped(armed, self.number, proceed, args, kwargs)
 
     def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
+        if _torch_private.in_func_transform():
+            return self._find_none(arguments)
         told = None
         if callable(self.documents):
             told = self.documents(*args, **kwargs) if outermost else None
@@ -177,6 +179,20 @@ class Attachment:
             if documents is not armed:
                 self.ledger.layouts_built += 1
         return documents
+
+    def _find_none(self, arguments: dict[str, Any]) -> None:
+        """Within a torch.func transform: raises when there are, or may be, documents."""
+        sources = {name: value for name, value in arguments.items() if value is not None}
+        plain = {name: _torch_private.without_func_wrapper(value) for name, value in sources.items()}
+        unreadable = [name for name in SOURCE_KEYWORDS if name in sources and plain[name] is None]
+        with _torch_private.without_func_transforms():
+            found = None if unreadable or self.documents is None else find_documents(plain)
+        if unreadable or callable(self.documents) or found is not None or documents_armed_by_hand() is not None:
+            why = f"arguments that vmap runs over ({', '.join(unreadable)})" if unreadable else "documents"
+            raise NotImplementedError(
+                f"packed_sdpa: the forward of an attached {type(self.model()).__name__} has {why} within a torch.func "
+                f"transform (vmap, grad, jvp, ...), {UNSUPPORTED_TRANSFORM}"
+            )
 
     def _goes_on(self, module: nn.Module, name: str) -> bool:
         """Whether a keyword is passed on. Only the keywords of packing tools are ever taken out."""

@@ -12,7 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from packed_sdpa import package_registry
+from packed_sdpa import _torch_private, package_registry
 from packed_sdpa._library import ops
 from packed_sdpa.graph_layout import GraphLayout
 from packed_sdpa.layout import LayoutTensors, PackedLayout
@@ -162,6 +162,11 @@ def attention_on_tensors(
         scale = max(query.shape[-1], 1) ** -0.5  # the operator refuses head_dim 0
     package = package_registry.named(backend)
     if package is not None:
+        if _torch_private.in_func_transform():
+            raise NotImplementedError(
+                f"backend '{backend}' does not support torch.func transforms (vmap, grad, jvp, ...); use loss.backward() "
+                "or torch.autograd.grad, or under vmap backend='auto'"
+            )
         call = PackageCall(query, key, value, layout, is_causal, window_size, scale, dropout_p, need_lse)
         reasons = package.unsupported_reasons(call)
         if not reasons:
