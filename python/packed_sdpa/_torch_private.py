@@ -19,6 +19,20 @@ def in_func_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def tracer() -> str | None:
+    """What records the operators that run now, to play them back without this Python code; None: nothing does.
+
+    torch.compile is no such thing: it leaves out what is marked as not to be traced.
+    """
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return "make_fx"
+    return None
+
+
 def without_func_wrapper(value: Any) -> Any:
     """What a differentiating transform has wrapped; None for a tensor that vmap runs over."""
     while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):

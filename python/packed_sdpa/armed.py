@@ -19,6 +19,10 @@ UNSUPPORTED_TRANSFORM = (
     "which packed attention does not support; use loss.backward() or torch.autograd.grad, or run it unpacked under the "
     "transform (disarm, detach, or handle.enabled = False)"
 )
+UNSUPPORTED_TRACER = (
+    "whose graph would keep these documents for every later batch; trace the model unpacked (disarm, detach), or give "
+    "packed_attention(..., layout) its layout as an argument"
+)
 _resolve = ops.resolve_documents.default
 
 
@@ -72,14 +76,24 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
 
     attachments: whose forward scopes count, newest first. hooked_at: thread and autograd sequence number at which the
     module was hooked. In a recompute they are those of the forward that is repeated; RuntimeError when that cannot be
-    told.
+    told, or when a tracer would keep them.
     """
     if _torch_private.in_recomputation_hook() and _torch_private.current_graph_task() == _torch_private.NO_GRAPH_TASK:
         raise RuntimeError(
             "packed_sdpa: a checkpointed region is recomputed outside of a backward (a saved tensor was read), so the "
             "documents of its forward cannot be told; read it before, or leave that region out of the checkpoint"
         )
+    tracer = _torch_private.tracer()
+    if tracer == "torch.jit.trace":  # which cannot call our operators either
+        raise RuntimeError(
+            f"packed_sdpa: a hooked model or _packed_varlen_sdpa is run by {tracer}, {UNSUPPORTED_TRACER}"
+        )
     number = _resolve(attachments, *hooked_at)
+    if number and tracer is not None:
+        raise RuntimeError(
+            f"packed_sdpa: scaled_dot_product_attention was called with armed documents in {tracer}, "
+            f"{UNSUPPORTED_TRACER}"
+        )
     if number and _torch_private.in_func_transform():
         raise NotImplementedError(
             "packed_sdpa: scaled_dot_product_attention was called with armed documents within a torch.func transform "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from packed_sdpa import _torch_private, hf
 from packed_sdpa import packed as _installs_what_hooked_modules_call  # noqa: F401
-from packed_sdpa.armed import UNSUPPORTED_TRANSFORM, ArmedDocuments
+from packed_sdpa.armed import UNSUPPORTED_TRACER, UNSUPPORTED_TRANSFORM, ArmedDocuments
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.documents import (
     FOREIGN_KEYWORDS,
@@ -27,11 +27,16 @@ from packed_sdpa.documents import (
     is_indexed_mask,
 )
 from packed_sdpa.guard import add_around, arounds_of, remove_around
-from packed_sdpa.hooks import hook_attention, new_attachment, run_scoped
+from packed_sdpa.hooks import BREAKS_AT_ATTENTION, hook_attention, new_attachment, run_scoped
 from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
 from packed_sdpa.records import ModuleRecord
 from packed_sdpa.scope import ForwardScope, Ledger, pop_scope, push_scope, scope_of
+
+BREAKS_AT_OUTER = (
+    "packed_sdpa reads the documents of each forward outside of the graph; compile the layers with fullgraph=True, or "
+    "the whole model without it"
+)
 
 ROUTES = ("auto", "interface", "hooks")
 
@@ -82,7 +87,7 @@ class Attachment:
                 hf.register_hf_attention()
             for config in self.found.configs:
                 self._undo.append(hf.switch_implementation(config))
-            outer = torch.compiler.disable(self._outer_forward, recursive=False)
+            outer = torch.compiler.disable(self._outer_forward, recursive=False, reason=BREAKS_AT_OUTER)
             for module in self.found.outer:
                 self._put_around(module, _AroundOuter(module, self, outer))
             for _, module in self.found.interface:
@@ -154,7 +159,9 @@ class Attachment:
 
     def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
         if _torch_private.in_func_transform():
-            return self._find_none(arguments)
+            return self._none_in_a_transform(arguments)
+        if _torch_private.tracer() is not None:
+            return self._none_in_a_tracer(arguments)
         told = None
         if callable(self.documents):
             told = self.documents(*args, **kwargs) if outermost else None
@@ -180,7 +187,21 @@ class Attachment:
                 self.ledger.layouts_built += 1
         return documents
 
-    def _find_none(self, arguments: dict[str, Any]) -> None:
+    def _none_in_a_tracer(self, arguments: dict[str, Any]) -> Documents | None:
+        """A graph is recorded: raises when there may be documents, whose values a tracer does not show."""
+        told = [name for name in SOURCE_KEYWORDS if arguments.get(name) is not None] if self.documents else []
+        if callable(self.documents):
+            told = ["documents="]
+        if documents_armed_by_hand() is not None:
+            told.append("the armed doc_ids")
+        if told:
+            raise RuntimeError(
+                f"packed_sdpa: the forward of an attached {type(self.model()).__name__} may have documents "
+                f"({', '.join(told)}) in {_torch_private.tracer()}, {UNSUPPORTED_TRACER}"
+            )
+        return None
+
+    def _none_in_a_transform(self, arguments: dict[str, Any]) -> Documents | None:
         """Within a torch.func transform: raises when there are, or may be, documents."""
         sources = {name: value for name, value in arguments.items() if value is not None}
         plain = {name: _torch_private.without_func_wrapper(value) for name, value in sources.items()}
@@ -193,6 +214,7 @@ class Attachment:
                 f"packed_sdpa: the forward of an attached {type(self.model()).__name__} has {why} within a torch.func "
                 f"transform (vmap, grad, jvp, ...), {UNSUPPORTED_TRANSFORM}"
             )
+        return None
 
     def _goes_on(self, module: nn.Module, name: str) -> bool:
         """Whether a keyword is passed on. Only the keywords of packing tools are ever taken out."""
@@ -258,7 +280,10 @@ class _AroundOuter:
         self._run = run
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        return self._run(self._module, call, args, kwargs)
+        run = self._run
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            run = self.attachment._outer_forward  # which says why not; export itself refuses a disabled function
+        return run(self._module, call, args, kwargs)
 
     around_forward = around_call
 
@@ -286,7 +311,7 @@ class _AroundHooked(_AroundAttention):
 
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
         super().__init__(module, attachment)
-        self._run = torch.compiler.disable(super().around_call)
+        self._run = torch.compiler.disable(super().around_call, reason=BREAKS_AT_ATTENTION)
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         return self._run(call, args, kwargs)

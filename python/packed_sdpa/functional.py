@@ -164,8 +164,8 @@ def attention_on_tensors(
     if package is not None:
         if _torch_private.in_func_transform():
             raise NotImplementedError(
-                f"backend '{backend}' does not support torch.func transforms (vmap, grad, jvp, ...); use loss.backward() "
-                "or torch.autograd.grad, or under vmap backend='auto'"
+                f"backend '{backend}' does not support torch.func transforms (vmap, grad, jvp, ...); use "
+                "loss.backward() or torch.autograd.grad, or under vmap backend='auto'"
             )
         call = PackageCall(query, key, value, layout, is_causal, window_size, scale, dropout_p, need_lse)
         reasons = package.unsupported_reasons(call)

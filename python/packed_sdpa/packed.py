@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -25,6 +26,11 @@ __all__ = [
     "disable_cp1_packed_varlen",
     "enable_cp1_packed_varlen",
 ]
+
+BREAKS_AT_THE_CALL = (
+    "_packed_varlen_sdpa finds the armed documents when it runs, so the graph breaks there; compile without "
+    "fullgraph=True, or call packed_attention(..., layout)"
+)
 
 _NOT_HOOKED = (0, 0)
 
@@ -84,6 +90,8 @@ def _packed_varlen_sdpa(
     and S of all three are those of the armed doc_ids; attn_mask and is_causal are not used then. Every other call goes
     to what ``F.scaled_dot_product_attention`` is outside of hooked modules, with the arguments it got but ``kwargs``.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _untraced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     frame = interception.current_frame()
     if frame is not None:
         frame.calls += 1
@@ -97,7 +105,7 @@ def _packed_varlen_sdpa(
         matched = _match_heads(query, key, value, enable_gqa)
         if matched is None or not _one_kind(query, key, value):
             reason = REFUSED
-    if reason is None and frame is not None and frame.hook.audit is not None and not torch.compiler.is_compiling():
+    if reason is None and frame is not None and frame.hook.audit is not None:
         assert documents is not None
         reason = frame.hook.audit(documents, frame.hook.window(), attn_mask, is_causal)
     if reason is not None:
@@ -123,6 +131,14 @@ def _packed_varlen_sdpa(
         choice = choice_of(documents, *matched, is_causal=True, window_size=window, dropout_p=dropout_p)
         frame.hook.record.count_taken(choice, window)
     return output
+
+
+@functools.partial(torch.compiler.disable, reason=BREAKS_AT_THE_CALL)
+def _untraced(*args: Any) -> Tensor:
+    return _this_function(*args)
+
+
+_this_function = _packed_varlen_sdpa  # by another name: who called it is not known here (_caller_names_us)
 
 
 def _packed_multi_head_attention(
