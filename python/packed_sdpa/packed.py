@@ -237,7 +237,8 @@ def _one_kind(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return False
     if query.dtype == key.dtype == value.dtype:
         return query.dtype in _DTYPES
-    return torch.is_autocast_enabled(query.device.type)
+    device = query.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))

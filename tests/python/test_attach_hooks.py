@@ -184,6 +184,17 @@ def test_armed_ids_of_another_shape(model):
         packed_sdpa.disarm()
 
 
+def test_a_detached_handle(model):
+    handle = packed_sdpa.attach(model)
+    handle.detach()
+    handle.detach()
+    assert repr(handle) == "packed_sdpa handle (detached)" and not handle.enabled
+    with pytest.raises(RuntimeError, match="this handle is detached; attach the model again"):
+        _ = handle.route
+    with pytest.raises(RuntimeError, match="this handle is detached; attach the model again"):
+        handle.enabled = True
+
+
 def test_copies_and_pickles(model):
     """Case 43: plain classes, no hooks, not packed by the original's attachment."""
     tokens, positions = batch()
