@@ -257,7 +257,7 @@ class Attachment:
             record = self.ledger.record(module)
             if record.taken > taken:
                 continue
-            reason = record.last_passed if record.calls > calls else NO_CALL
+            reason = record.last_passed if record.calls > calls else why_no_call(module)
             message = (
                 f"{record.name} ({type(module).__name__}) ran in a packed forward without packed attention: {reason}"
             )
@@ -319,7 +319,11 @@ class _AroundHooked(_AroundAttention):
     around_forward = around_call
 
 
-NO_CALL = "it made no call that packed_sdpa saw (eager attention, or a function of its own)"
+def why_no_call(attention: nn.Module) -> str:
+    """Of a module that ran without an attention call that we saw."""
+    if isinstance(attention, nn.MultiheadAttention):
+        return "nn.MultiheadAttention computes attention by hand when it is called with need_weights=True; pass False"
+    return "it made no call that packed_sdpa saw (eager attention, or a function of its own)"
 
 
 class Handle:

@@ -163,7 +163,8 @@ def _packed_multi_head_attention(
         assert frame is not None
         documents = frame.hook.documents() if frame.hook.is_causal() else None
         if documents is not None and _mismatch(documents, *heads) is None:
-            return F.linear(_packed_varlen_sdpa(*heads).transpose(1, 2).flatten(-2), proj_weight, proj_bias), None
+            out = _packed_varlen_sdpa(heads[0], heads[1], heads[2], _visible(mask, mask_type))
+            return F.linear(out.transpose(1, 2).flatten(-2), proj_weight, proj_bias), None
         frame.calls += 1
         _count_passed(frame, UNARMED if documents is None else OTHER_LENGTH, documents, *heads)
         if documents is not None:
@@ -173,6 +174,14 @@ def _packed_multi_head_attention(
         *(query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask),
         *(need_weights, average_attn_weights, mask_type),
     )
+
+
+def _visible(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
+    """The fused operator's mask, true or not 0 where a key is hidden, as SDPA's. mask_type 1: of keys, ``[B, S]``."""
+    if mask is None:
+        return None
+    visible = ~mask.bool()
+    return visible[:, None, None] if mask_type == 1 else visible
 
 
 interception.install(_packed_varlen_sdpa, _packed_multi_head_attention)
