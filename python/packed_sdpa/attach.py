@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import warnings
 import weakref
@@ -37,6 +38,8 @@ BREAKS_AT_OUTER = (
     "packed_sdpa reads the documents of each forward outside of the graph; compile the layers with fullgraph=True, or "
     "the whole model without it"
 )
+
+_run_scoped_untraced = torch.compiler.disable(run_scoped, recursive=False, reason=BREAKS_AT_OUTER)
 
 ROUTES = ("auto", "interface", "hooks")
 
@@ -121,24 +124,11 @@ class Attachment:
     def _outer_forward(self, module: nn.Module, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if not self.enabled:
             return self._run(None, proceed, args, kwargs)
-        parameters = self._parameters[module]
-        check_keywords(kwargs, parameters.names)
-        arguments = parameters.by_name(args, kwargs)
-        seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
-        running = scope_of(self.ledger)
-        if running is not None and (running.documents is not None or seen <= running.seen):
+        prepared = self._prepare(module, args, kwargs)
+        if prepared is None:
             return proceed(*args, **kwargs)
-        documents = self._find(arguments, args, kwargs, outermost=running is None)
-        kwargs = {name: value for name, value in kwargs.items() if self._goes_on(module, name)}
-        dense_mask = None
-        mask = arguments.get("attention_mask")
-        if is_indexed_mask(mask):
-            args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
-        elif documents is not None and self.found.interface and mask is not None:
-            dense_mask = self._dense_mask(mask)
-            if dense_mask is not None:
-                args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
-        scope = ForwardScope(self.ledger, documents, seen, self.on_mask, dense_mask)
+        scope, args, kwargs = prepared
+        documents = scope.documents
         armed = None if documents is None else documents.armed
         try:
             try:
@@ -152,10 +142,33 @@ class Attachment:
             self._check_taken(scope)
         return result
 
+    @functools.partial(torch.compiler.disable, reason=BREAKS_AT_OUTER)
+    def _prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[ForwardScope, tuple, dict] | None:
+        """The scope of an outer forward, and the arguments that go on; None within one that counts already."""
+        parameters = self._parameters[module]
+        check_keywords(kwargs, parameters.names)
+        arguments = parameters.by_name(args, kwargs)
+        seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
+        running = scope_of(self.ledger)
+        if running is not None and (running.documents is not None or seen <= running.seen):
+            return None
+        documents = self._find(arguments, args, kwargs, outermost=running is None)
+        kwargs = {name: value for name, value in kwargs.items() if self._goes_on(module, name)}
+        dense_mask = None
+        mask = arguments.get("attention_mask")
+        if is_indexed_mask(mask):
+            args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
+        elif documents is not None and self.found.interface and mask is not None:
+            dense_mask = self._dense_mask(mask)
+            if dense_mask is not None:
+                args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
+        return ForwardScope(self.ledger, documents, seen, self.on_mask, dense_mask), args, kwargs
+
     def _run(self, armed: ArmedDocuments | None, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if not self.found.hooks:
             return proceed(*args, **kwargs)
-        return run_scoped(armed, self.number, proceed, args, kwargs)
+        run = run_scoped if torch.compiler.is_exporting() else _run_scoped_untraced
+        return run(armed, self.number, proceed, args, kwargs)
 
     def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
         if _torch_private.in_func_transform():
@@ -252,6 +265,7 @@ class Attachment:
             record = self.ledger.record(module)
             scope.ran[module] = (record.taken, record.calls)
 
+    @functools.partial(torch.compiler.disable, reason=BREAKS_AT_OUTER)
     def _check_taken(self, scope: ForwardScope) -> None:
         for module, (taken, calls) in scope.ran.items():
             record = self.ledger.record(module)

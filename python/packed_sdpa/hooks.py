@@ -220,16 +220,19 @@ def in_forward_scope(attachment: int) -> bool:
 class forward_scope:  # noqa: N801 - used as a function, as torch.no_grad is
     """Context manager for one outer forward of an attached model; see the top of this file."""
 
+    @torch.compiler.disable
     def __init__(self, documents: ArmedDocuments | None, attachment: int) -> None:
         self._documents = documents
         self._attachment = attachment
         self._mark = ops.scope_mark()
 
+    @torch.compiler.disable
     def __enter__(self) -> ArmedDocuments | None:
         self._mark = ops.scope_mark()
         ops.enter_scope(self._attachment, 0 if self._documents is None else self._documents.id)
         return self._documents
 
+    @torch.compiler.disable
     def __exit__(self, *exception: object) -> None:
         ops.leave_scope(self._mark)
 

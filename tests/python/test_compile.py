@@ -220,3 +220,24 @@ def test_a_compiled_transformers_model(part, backend):
     assert 0 < counter.frame_count <= 2 * graphs
     if part == "layer":
         assert graphs == 1
+
+
+@pytest.mark.parametrize("route", ["hooks", "interface"])
+def test_no_code_of_ours_becomes_a_graph_of_its_own(route):
+    """What finds documents runs anew each time; only the attention call within a layer is part of a graph."""
+    pytest.importorskip("transformers")
+    from hf_models import ARCHITECTURES, packed_batch
+
+    begins = []
+
+    def backend(graph, _):
+        traces = [node.stack_trace for node in graph.graph.nodes if node.stack_trace]
+        begins.extend(trace.strip().split("\n")[0] for trace in traces)
+        return graph.forward
+
+    model = ARCHITECTURES["llama"].make(num_hidden_layers=1)
+    with packed_sdpa.attach(model, route=route, strict=True):
+        compiled = torch.compile(model, backend=backend)
+        for seed, lengths in enumerate(((5, 20), (10, 10, 5), (25,))):
+            compiled(**packed_batch(lengths, seed=seed), use_cache=False)
+    assert begins and not [place for place in begins if "/packed_sdpa/" in place]

@@ -395,9 +395,7 @@ def test_rows_that_a_wrapper_adds_are_not_packed_in_silence(route):
     wrapped = PromptLike(ARCHITECTURES["llama"].make())
     batch = packed_batch()
     stock = wrapped(**batch).logits
-    named = (
-        r"layers\.0\.self_attn \(LlamaAttention\) ran in a packed forward without packed attention: .*(S 25|length)"
-    )
+    named = r"layers\.0\.self_attn \(LlamaAttention\) ran in a packed forward without packed attention: .*(S 25|length)"
     with packed_sdpa.attach(wrapped, route=route), pytest.warns(UserWarning, match=named):
         assert torch.equal(wrapped(**batch).logits, stock)
     with packed_sdpa.attach(wrapped, route=route, strict=True), pytest.raises(packed_sdpa.NotTakenError, match=named):
