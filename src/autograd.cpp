@@ -5,11 +5,30 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "checks.h"
 #include "ops.h"
 
 namespace packed_sdpa {
 
 namespace {
+
+constexpr const char* kInstead =
+    "; use loss.backward() or torch.autograd.grad, or stock scaled_dot_product_attention for it (detach the "
+    "model, or disarm)";
+
+// Derivatives of other kinds than backward's, told before anything is computed.
+void only_reverse_mode(const char* op, at::TensorList tensors) {
+  // vmap does not come here: it calls the operator sample by sample, outside of itself.
+  TORCH_CHECK_NOT_IMPLEMENTED(!checks::in_func_transform(), "packed_sdpa: ", op,
+                              " does not support torch.func transforms that differentiate (grad, vjp, jvp, "
+                              "jacrev, jacfwd, hessian)",
+                              kInstead);
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(), "packed_sdpa: ", op,
+        " does not support forward-mode automatic differentiation (dual tensors, jvp)", kInstead);
+  }
+}
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -71,7 +90,7 @@ class VarlenAttentionBackward : public torch::autograd::Function<VarlenAttention
   }
 
   static variable_list backward(AutogradContext* /*ctx*/, const variable_list& /*grads*/) {
-    TORCH_CHECK(
+    TORCH_CHECK_NOT_IMPLEMENTED(
         false,
         "packed_sdpa: the second derivative of varlen_attention is not supported; call backward() without "
         "create_graph=True, or use stock scaled_dot_product_attention for it");
@@ -83,6 +102,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward_autograd(
     const at::Tensor& cu_seqlens_k, const at::Tensor& token_index_q, const at::Tensor& token_index_k,
     const at::Tensor& diagonal_offsets, const at::Tensor& max_seqlens, bool is_causal, int64_t window_left,
     int64_t window_right, double scale, double dropout_p, std::string_view backend) {
+  only_reverse_mode("varlen_attention", {query, key, value});
   const variable_list outputs = VarlenAttention::apply(
       query, key, value, cu_seqlens_q, cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets,
       max_seqlens, is_causal, window_left, window_right, scale, dropout_p, std::string(backend));
@@ -95,6 +115,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_autograd(
     const at::Tensor& cu_seqlens_k, const at::Tensor& token_index_q, const at::Tensor& token_index_k,
     const at::Tensor& diagonal_offsets, const at::Tensor& max_seqlens, bool is_causal, int64_t window_left,
     int64_t window_right, double scale, double dropout_p, std::string_view backend) {
+  only_reverse_mode("the gradient of varlen_attention", {grad_out, query, key, value});
   const ops::Settings settings{
       {is_causal, window_left, window_right}, scale, dropout_p, std::string(backend)};
   const variable_list tensors{grad_out,     query,         key,           value,

@@ -1,6 +1,7 @@
 #include "checks.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
@@ -30,11 +31,19 @@ void from_zero_ascending(const Offset* values, int64_t count, const char* argume
 }
 
 void has_values(const at::Tensor& tensor, const char* argument) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!in_func_transform(), argument,
+                              " cannot be read within a torch.func transform (vmap, grad, jvp, ...); make "
+                              "the layout, or arm, outside of it");
   TORCH_CHECK_VALUE(!tensor.is_meta(), argument,
                     " is on the meta device, which holds no values; give a tensor with values");
 }
 
 }  // namespace
+
+bool in_func_transform() {
+  constexpr auto kKey = c10::DispatchKey::FuncTorchDynamicLayerBackMode;
+  return c10::impl::tls_is_dispatch_key_included(kKey) && !c10::impl::tls_is_dispatch_key_excluded(kKey);
+}
 
 std::string shape_string(const at::Tensor& tensor) {
   std::ostringstream text;

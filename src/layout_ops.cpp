@@ -70,6 +70,14 @@ at::Tensor layout_mask(at::TensorList tensors, int64_t batch, int64_t rows_q, in
   return layout.materialize_mask({is_causal, window_left, window_right});
 }
 
+// vmap over the ids themselves: no layout could describe them all.
+void refuse_vmap(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, torch::jit::Stack* /*stack*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.operator_name().name,
+      " cannot read ids that torch.func.vmap runs over; give one [B, S] tensor of ids "
+      "for the whole batch, and make the layout outside of vmap");
+}
+
 }  // namespace
 
 // Composite: they take ids from any device and always give host tensors, so no device kernel of their own.
@@ -93,6 +101,13 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
       "layout_mask(Tensor[] tensors, int batch, int rows_q, int rows_k, bool is_causal, int window_left, "
       "int window_right) -> Tensor",
       layout_mask);
+}
+
+TORCH_LIBRARY_IMPL(packed_sdpa, FuncTorchBatched, library) {
+  for (const char* op :
+       {"layout_from_doc_ids", "layout_from_seqlens", "layout_from_cu_seqlens", "layout_from_position_ids"}) {
+    library.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
+  }
 }
 
 }  // namespace packed_sdpa

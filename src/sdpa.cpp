@@ -2,8 +2,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <deque>
-#include <mutex>
 
 #include "packed_sdpa/attention.h"
 #include "packed_sdpa/state.h"
@@ -40,17 +38,6 @@ bool match_heads(at::Tensor* query, at::Tensor* key, at::Tensor* value, bool ena
   return true;
 }
 
-// A region under a reentrant checkpoint runs without a graph that could keep its documents.
-void keep_for_recompute(const DocumentsPtr& documents) {
-  constexpr size_t kKept = 64;
-  static auto* const mutex = new std::mutex;
-  static auto* const ring = new std::deque<DocumentsPtr>;
-  const std::lock_guard<std::mutex> guard(*mutex);
-  if (!ring->empty() && ring->back() == documents) return;
-  ring->push_back(documents);
-  if (ring->size() > kKept) ring->pop_front();
-}
-
 }  // namespace
 
 at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key,
@@ -63,15 +50,19 @@ at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tenso
   at::Tensor grouped_value = value;
   if (documents == nullptr || !is_full_packed_call(query, key, value, documents->layout()) ||
       !match_heads(&grouped_query, &grouped_key, &grouped_value, enable_gqa)) {
-    return at::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale,
-                                            enable_gqa);
+    const at::Tensor out = at::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p,
+                                                            is_causal, scale, enable_gqa);
+    if (documents != nullptr) state::keep_for_recompute(out, documents);
+    return out;
   }
-  keep_for_recompute(documents);
   AttentionOptions options;
   options.scale = scale;
   options.dropout_p = dropout_p;
   options.backend = documents->backend();
-  return packed_attention(grouped_query, grouped_key, grouped_value, documents->layout(), options).out;
+  at::Tensor out =
+      packed_attention(grouped_query, grouped_key, grouped_value, documents->layout(), options).out;
+  state::keep_for_recompute(out, documents);
+  return out;
 }
 
 }  // namespace packed_sdpa

@@ -6,9 +6,12 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <atomic>
+#include <deque>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
@@ -75,13 +78,13 @@ Registry& registry() {
 }
 
 // A token that lives as long as the running graph task.
-std::weak_ptr<void> graph_task_token(int64_t graph_task) {
-  thread_local std::vector<std::pair<int64_t, std::weak_ptr<void>>> tokens;
+std::weak_ptr<BackwardTask> graph_task_token(int64_t graph_task) {
+  thread_local std::vector<std::pair<int64_t, std::weak_ptr<BackwardTask>>> tokens;
   std::erase_if(tokens, [](const auto& entry) { return entry.second.expired(); });
   for (const auto& [known, token] : tokens) {
     if (known == graph_task) return token;
   }
-  auto token = std::make_shared<int>(0);
+  auto token = std::make_shared<BackwardTask>();
   // Destroyed with the task, however it ends.
   torch::autograd::Engine::get_default_engine().queue_callback([token]() {});
   tokens.emplace_back(graph_task, token);
@@ -96,6 +99,19 @@ bool precedes_its_region(const torch::autograd::Node& node) {
          name.compare(name.size() - kSuffix.size(), kSuffix.size(), kSuffix) == 0 &&
          at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
 }
+
+// A hook that does nothing but live as long as its node.
+class KeepsDocuments final : public torch::autograd::FunctionPostHook {
+ public:
+  explicit KeepsDocuments(DocumentsPtr documents) : documents_(std::move(documents)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads_of_inputs,
+                                            const torch::autograd::variable_list& /*grads*/) override {
+    return grads_of_inputs;
+  }
+
+ private:
+  DocumentsPtr documents_;
+};
 
 void check_backend_name(const std::string& backend) {
   explain(AttentionRequest{}, backend);  // raises for a name that is not known
@@ -139,7 +155,7 @@ Moment this_moment() {
   now.sequence = at::sequence_number::peek();
   now.graph_task = torch::autograd::get_current_graph_task_id();
   if (now.graph_task == kNoGraphTask) return now;
-  now.task_alive = graph_task_token(now.graph_task);
+  now.task = graph_task_token(now.graph_task);
   if (const auto node = torch::autograd::get_current_node()) {
     now.node = NodePlace{node->thread_id(), node->sequence_nr()};
     now.node_precedes_region = precedes_its_region(*node);
@@ -168,10 +184,35 @@ void reset_armed(const SlotVar::Token& token) {
   timeline().armed(this_moment(), as_timeline_value(reading.value.documents), reading.is_own);
 }
 
+void keep_without_node(const DocumentsPtr& documents) {
+  constexpr size_t kKept = 16;
+  static auto* const mutex = new std::mutex;
+  static auto* const kept = new std::deque<DocumentsPtr>;
+  DocumentsPtr dropped;  // outlives the lock
+  const std::lock_guard<std::mutex> guard(*mutex);
+  if (std::find(kept->begin(), kept->end(), documents) != kept->end()) return;
+  kept->push_back(documents);
+  if (kept->size() <= kKept) return;
+  dropped = std::move(kept->front());
+  kept->pop_front();
+}
+
+void keep_for_recompute(const at::Tensor& output, const DocumentsPtr& documents) {
+  if (const auto& node = output.grad_fn()) {
+    node->add_post_hook(std::make_unique<KeepsDocuments>(documents));
+  } else if (!at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()) {
+    keep_without_node(documents);
+  }
+}
+
 DocumentsPtr resolve(const Caller& caller) {
   const SlotVar::Reading armed = armed_variable().get();
   const ArmedReading reading{as_timeline_value(armed.value.documents), armed.is_own};
-  return std::static_pointer_cast<const Documents>(timeline().resolve(this_moment(), caller, reading));
+  try {
+    return std::static_pointer_cast<const Documents>(timeline().resolve(this_moment(), caller, reading));
+  } catch (const TimelineError& error) {  // free of torch; callers are promised c10::Error
+    TORCH_CHECK(false, error.what());
+  }
 }
 
 }  // namespace state

@@ -42,6 +42,11 @@ Moment this_moment();
 // Null when no documents with this number are alive (or 0 was given).
 DocumentsPtr find_documents(int64_t id);
 TimelinePtr as_timeline_value(const DocumentsPtr& documents);
+// For the recompute of a forward whose attention gave this output: kept by the output's graph. Without one
+// (it runs in a checkpoint's forward, or in an evaluation, which cannot be told apart) keep_without_node.
+void keep_for_recompute(const at::Tensor& output, const DocumentsPtr& documents);
+// Keeps the last 16, where no autograd node is known that could.
+void keep_without_node(const DocumentsPtr& documents);
 // The documents of an attention call, here and now.
 DocumentsPtr resolve(const Caller& caller);
 

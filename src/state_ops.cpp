@@ -4,6 +4,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -51,10 +52,14 @@ struct SharedVariable : torch::CustomClassHolder {
   }
 
   void reset(const c10::intrusive_ptr<TokenHolder>& token) {
-    if (is_armed) {
-      state::reset_armed(token->token);
-    } else {
-      own.reset(token->token);
+    try {
+      if (is_armed) {
+        state::reset_armed(token->token);
+      } else {
+        own.reset(token->token);
+      }
+    } catch (const std::invalid_argument& error) {
+      TORCH_CHECK_VALUE(false, error.what());
     }
   }
 
@@ -73,6 +78,10 @@ DocumentsPtr documents_with(int64_t id) {
 
 c10::intrusive_ptr<DocumentsHolder> find_documents(int64_t id) {
   return c10::make_intrusive<DocumentsHolder>(documents_with(id));
+}
+
+void keep_documents(int64_t id) {
+  state::keep_without_node(documents_with(id));
 }
 
 int64_t resolve_documents(at::IntArrayRef attachments, int64_t hooked_thread, int64_t hooked_sequence) {
@@ -132,6 +141,7 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
   library.def("find_documents(int id) -> __torch__.torch.classes.packed_sdpa.ArmedDocuments", find_documents);
   library.def("resolve_documents(int[] attachments, int hooked_thread, int hooked_sequence) -> int",
               resolve_documents);
+  library.def("keep_documents(int id) -> ()", keep_documents);
   library.def("enter_scope(int attachment, int documents) -> int", enter_scope);
   library.def("scope_mark() -> int", scope_mark);
   library.def("leave_scope(int scope) -> ()", leave_scope);

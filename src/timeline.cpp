@@ -24,6 +24,10 @@ constexpr const char* kCure =
   throw TimelineError("packed_sdpa: " + text + kCure);
 }
 
+void keep_until_end(const Moment& now, const TimelinePtr& value) {
+  if (const std::shared_ptr<BackwardTask> task = now.task.lock()) task->keep(value);
+}
+
 std::string place(const NodePlace& node) {
   return "autograd node " + std::to_string(node.sequence) + " of thread " + std::to_string(node.thread);
 }
@@ -64,9 +68,9 @@ TimelinePtr Timeline::value_of(const Interval& interval) {
   TimelinePtr value = interval.value.lock();
   if (value == nullptr) {
     raise(
-        "the documents of the forward that is recomputed are gone: more than 64 forwards under a reentrant "
-        "checkpoint "
-        "are waiting for their backward, or the attention's outputs were dropped.");
+        "the documents of the forward that is recomputed are gone: nothing that is left of it holds its "
+        "attention's outputs, or it ran without a graph in a checkpoint that keeps nothing of its forward "
+        "(written in C++, or with setup_context), and 16 later ones did so too.");
   }
   return value;
 }
@@ -135,10 +139,9 @@ void Timeline::observe(History& history, uint64_t sequence, const ArmedReading& 
 }
 
 void Timeline::drop_ended(ThreadLog& log) {
-  std::erase_if(log.redirects, [](const Redirect& entry) { return entry.task_alive.expired(); });
-  std::erase_if(log.recomputed_scopes,
-                [](const RecomputedScope& entry) { return entry.task_alive.expired(); });
-  if (log.armed_in_backward && log.armed_in_backward->task_alive.expired()) log.armed_in_backward.reset();
+  std::erase_if(log.redirects, [](const Redirect& entry) { return entry.task.expired(); });
+  std::erase_if(log.recomputed_scopes, [](const RecomputedScope& entry) { return entry.task.expired(); });
+  if (log.armed_in_backward && log.armed_in_backward->task.expired()) log.armed_in_backward.reset();
 }
 
 void Timeline::armed(const Moment& now, const TimelinePtr& value, bool is_own) {
@@ -150,7 +153,8 @@ void Timeline::armed(const Moment& now, const TimelinePtr& value, bool is_own) {
   close_open(history, now.sequence);
   if (is_own) open_exact(history, now.sequence, value);
   if (now.graph_task != kNoGraphTask) {
-    log->armed_in_backward = ArmedInBackward{now.graph_task, value, now.task_alive};
+    keep_until_end(now, value);
+    log->armed_in_backward = ArmedInBackward{now.graph_task, value, now.task};
   }
   log->last_event = now.sequence;
   log->last_event_is_forward_call = false;
@@ -172,8 +176,9 @@ int64_t Timeline::enter_scope(const Moment& now, int64_t attachment, const Timel
   if (now.graph_task == kNoGraphTask) {
     open_exact(log->histories[attachment], now.sequence, value);
   } else {
+    keep_until_end(now, value);
     log->recomputed_scopes.push_back(
-        {number, attachment, now.graph_task, now.sequence, UINT64_MAX, value, now.task_alive});
+        {number, attachment, now.graph_task, now.sequence, UINT64_MAX, value, now.task});
   }
   return number;
 }
@@ -228,7 +233,7 @@ Timeline::Chain Timeline::chain_of(const Moment& now) const {
     const Redirect* found = nullptr;
     for (const Redirect& entry : log->redirects) {
       const bool covers = entry.graph_task < graph_task && entry.from <= sequence;
-      if (covers && !entry.task_alive.expired()) found = &entry;
+      if (covers && !entry.task.expired()) found = &entry;
     }
     if (found == nullptr) break;
     // A node that precedes its region is followed by that region's own call, so it cannot be a forward's
@@ -249,7 +254,7 @@ std::optional<TimelinePtr> Timeline::recomputed_scope_at(const Moment& now, cons
   for (auto entry = log->recomputed_scopes.rbegin(); entry != log->recomputed_scopes.rend(); ++entry) {
     const bool covers = entry->attachment == attachment && entry->graph_task < now.graph_task &&
                         entry->from <= node.sequence && node.sequence < entry->to;
-    if (covers && !entry->task_alive.expired()) return entry->value;
+    if (covers && !entry->task.expired()) return entry->value.lock();
   }
   return std::nullopt;
 }
@@ -361,7 +366,7 @@ void Timeline::redirect_to_asker(const Moment& now, ThreadLog& log) {
   }
   const uint64_t certain_from = log.last_event_is_forward_call ? now.sequence : log.last_event;
   log.redirects.push_back(
-      {now.graph_task, *now.node, now.node_precedes_region, log.last_event, certain_from, now.task_alive});
+      {now.graph_task, *now.node, now.node_precedes_region, log.last_event, certain_from, now.task});
 }
 
 TimelinePtr Timeline::value_at(const Moment& now, const Caller& caller, const Chain& chain,
@@ -424,7 +429,7 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
               " was made by a recompute or by the forward before it.");
       }
     }
-    if (armed_here && !by_scope && !same_documents(armed_here->value, value)) {
+    if (armed_here && !by_scope && !same_documents(armed_here->value.lock(), value)) {
       raise(
           "documents were armed within this backward that differ from those of the forward that is "
           "recomputed; run a "

@@ -19,7 +19,8 @@
 
 namespace packed_sdpa {
 
-// What intervals refer to. Held weakly: forward graphs, scopes and the armed state keep it alive.
+// What intervals refer to. Held weakly: forward graphs, scopes, running backwards and the armed state keep it
+// alive.
 class TimelineValue {
  public:
   virtual ~TimelineValue() = default;
@@ -27,6 +28,21 @@ class TimelineValue {
 };
 using TimelinePtr = std::shared_ptr<const TimelineValue>;  // null: unarmed
 
+// One running backward. It keeps what must live until it ends, however it ends.
+class BackwardTask {
+ public:
+  void keep(const TimelinePtr& value) {
+    if (value == nullptr) return;
+    const std::lock_guard<std::mutex> guard(mutex_);
+    kept_.push_back(value);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<TimelinePtr> kept_;
+};
+
+// state::resolve() hands it on as c10::Error.
 class TimelineError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -49,7 +65,7 @@ struct Moment {
   // The node was made before the region that it recomputes (a Python autograd.Function such as the reentrant
   // checkpoint's), not within it (an operator whose saved tensor is unpacked).
   bool node_precedes_region = false;
-  std::weak_ptr<void> task_alive;  // expires with the graph task
+  std::weak_ptr<BackwardTask> task;  // expires with the graph task
 };
 
 // The armed value as a thread sees it.
@@ -127,7 +143,7 @@ class Timeline {
     uint64_t from = 0;
     // Nodes below this number may as well be the tail of the forward that ran last before the backward.
     uint64_t certain_from = 0;
-    std::weak_ptr<void> task_alive;
+    std::weak_ptr<BackwardTask> task;
   };
 
   // A scope that was entered within a backward.
@@ -137,14 +153,14 @@ class Timeline {
     int64_t graph_task = 0;
     uint64_t from = 0;
     uint64_t to = UINT64_MAX;
-    TimelinePtr value;
-    std::weak_ptr<void> task_alive;
+    std::weak_ptr<const TimelineValue> value;  // null: unarmed
+    std::weak_ptr<BackwardTask> task;          // keeps the value
   };
 
   struct ArmedInBackward {
     int64_t graph_task = 0;
-    TimelinePtr value;
-    std::weak_ptr<void> task_alive;
+    std::weak_ptr<const TimelineValue> value;  // null: disarmed
+    std::weak_ptr<BackwardTask> task;          // keeps the value
   };
 
   struct History {

@@ -43,7 +43,8 @@ void arm(const at::Tensor& doc_ids, const std::string& backend = "auto");
 void disarm();
 
 // Arms for its own lifetime in its own thread, then puts back what was in force before. Nests; ends by
-// exceptions too.
+// exceptions too. A scope that is ended in another thread than it was made in ends the program, with a
+// message.
 class PackedAttentionScope {
  public:
   explicit PackedAttentionScope(const at::Tensor& doc_ids, const std::string& backend = "auto");
@@ -62,7 +63,10 @@ class PackedAttentionScope {
 
 // at::scaled_dot_product_attention, but when documents are armed and query [B, Hq, S, D], key and value [B,
 // Hkv, S, *] have their B and S: causal attention within each document. attn_mask and is_causal are not used
-// then. Raises c10::Error in a recompute whose documents cannot be told. Call it by its full name: argument
+// then. Documents live as long as the graph of the output. A call without a graph (in the forward of a
+// checkpoint written in C++) cannot say how long it needs them, so the last 16 that had such a call are kept.
+//
+// Raises c10::Error in a recompute whose documents cannot be told. Call it by its full name: argument
 // lookup also finds that of at::.
 at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key,
                                         const at::Tensor& value,

@@ -5,12 +5,45 @@ Written against torch 2.11 to 2.14.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 NO_GRAPH_TASK = -1
+
+
+def in_func_transform() -> bool:
+    """A torch.func transform (vmap, grad, jvp, ...) runs in this thread."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def tracer() -> str | None:
+    """What records the operators that run now, to play them back without this Python code; None: nothing does.
+
+    torch.compile is no such thing: it leaves out what is marked as not to be traced.
+    """
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return "make_fx"
+    return None
+
+
+def without_func_wrapper(value: Any) -> Any:
+    """What a differentiating transform has wrapped; None for a tensor that vmap runs over."""
+    while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if torch._C._functorch.is_batchedtensor(value):
+            return None
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
+
+
+# Within it, tensors are made and read as outside of every torch.func transform.
+without_func_transforms: Callable[[], Any] = torch._C._DisableFuncTorch
 
 
 def current_graph_task() -> int:
@@ -62,3 +95,30 @@ def node_metadata(tensor: torch.Tensor) -> dict[str, Any] | None:
     """A dictionary that lives as long as the autograd node which made the tensor; None when there is none."""
     node = tensor.grad_fn
     return None if node is None else node.metadata  # type: ignore[return-value]
+
+
+_FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def metadata_of_running_functions() -> Iterator[dict[str, Any] | None]:
+    """As :func:`node_metadata`, of each torch.autograd.Function whose forward runs in this thread, innermost first.
+
+    A forward's context is the node itself, made before the forward runs. None: a forward that is not given its context
+    (one beside a ``setup_context``).
+    """
+    callee = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTION_APPLY and callee is not None:
+            context = _function_context(callee.f_locals.values())
+            yield None if context is None else context.metadata
+        callee, frame = frame, frame.f_back  # type: ignore[assignment]
+
+
+def _function_context(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, torch._C._FunctionBase):
+            return value
+        if isinstance(value, tuple) and value and isinstance(value[0], torch._C._FunctionBase):
+            return value[0]  # of a decorated forward(*args)
+    return None

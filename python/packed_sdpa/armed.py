@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,14 @@ from packed_sdpa.layout import LayoutTensors, PackedLayout
 from packed_sdpa.records import Choice
 
 _METADATA_KEY = "packed_sdpa_documents"
+UNSUPPORTED_TRANSFORM = (
+    "which packed attention does not support; use loss.backward() or torch.autograd.grad, or run it unpacked under the "
+    "transform (disarm, detach, or handle.enabled = False)"
+)
+UNSUPPORTED_TRACER = (
+    "whose graph would keep these documents for every later batch; trace the model unpacked (disarm, detach), or give "
+    "packed_attention(..., layout) its layout as an argument"
+)
 _resolve = ops.resolve_documents.default
 
 
@@ -54,8 +61,6 @@ class ArmedDocuments:
 
 
 _alive: weakref.WeakValueDictionary[int, ArmedDocuments] = weakref.WeakValueDictionary()
-# A region under a reentrant checkpoint runs without a graph that could keep its documents until backward.
-_without_graph: deque[ArmedDocuments] = deque(maxlen=64)
 
 
 def documents_with(number: int) -> ArmedDocuments:
@@ -71,17 +76,33 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
 
     attachments: whose forward scopes count, newest first. hooked_at: thread and autograd sequence number at which the
     module was hooked. In a recompute they are those of the forward that is repeated; RuntimeError when that cannot be
-    told.
+    told, or when a tracer would keep them.
     """
     if _torch_private.in_recomputation_hook() and _torch_private.current_graph_task() == _torch_private.NO_GRAPH_TASK:
         raise RuntimeError(
             "packed_sdpa: a checkpointed region is recomputed outside of a backward (a saved tensor was read), so the "
             "documents of its forward cannot be told; read it before, or leave that region out of the checkpoint"
         )
+    tracer = _torch_private.tracer()
+    if tracer == "torch.jit.trace":  # which cannot call our operators either
+        raise RuntimeError(
+            f"packed_sdpa: a hooked model or _packed_varlen_sdpa is run by {tracer}, {UNSUPPORTED_TRACER}"
+        )
     number = _resolve(attachments, *hooked_at)
+    if number and tracer is not None:
+        raise RuntimeError(
+            f"packed_sdpa: scaled_dot_product_attention was called with armed documents in {tracer}, "
+            f"{UNSUPPORTED_TRACER}"
+        )
+    if number and _torch_private.in_func_transform():
+        raise NotImplementedError(
+            "packed_sdpa: scaled_dot_product_attention was called with armed documents within a torch.func transform "
+            f"(vmap, grad, jvp, ...), {UNSUPPORTED_TRANSFORM}"
+        )
     return documents_with(number) if number else None
 
 
+@torch.compiler.disable
 def keep_documents(output: object, documents: ArmedDocuments | None) -> None:
     """The autograd graph of ``output`` (a tensor, or containers of tensors) keeps ``documents`` as long as it lives."""
     if documents is None:
@@ -89,7 +110,7 @@ def keep_documents(output: object, documents: ArmedDocuments | None) -> None:
     if isinstance(output, Tensor):
         metadata = _torch_private.node_metadata(output)
         if metadata is not None:
-            metadata.setdefault(_METADATA_KEY, documents)
+            _add(metadata, documents)
     elif isinstance(output, dict):
         for entry in output.values():
             keep_documents(entry, documents)
@@ -99,8 +120,25 @@ def keep_documents(output: object, documents: ArmedDocuments | None) -> None:
 
 
 def keep_for_recompute(output: Tensor, documents: ArmedDocuments) -> None:
-    """As :func:`keep_documents` for an attention call's output, which may have no graph."""
+    """As :func:`keep_documents` for an attention call's output.
+
+    Without a graph of its own it may be in the region of a reentrant checkpoint (any torch.autograd.Function that runs
+    it in its forward), whose node then keeps the documents. An evaluation without gradients keeps nothing.
+    """
     if output.requires_grad:
         keep_documents(output, documents)
-    elif not torch.is_grad_enabled() and (not _without_graph or _without_graph[-1] is not documents):
-        _without_graph.append(documents)
+    elif not torch.is_grad_enabled():
+        keep_for_functions(documents)
+
+
+def keep_for_functions(documents: ArmedDocuments) -> None:
+    """The node of every torch.autograd.Function whose forward runs here keeps ``documents``."""
+    for metadata in _torch_private.metadata_of_running_functions():
+        if metadata is None:
+            ops.keep_documents(documents.id)
+        else:
+            _add(metadata, documents)
+
+
+def _add(metadata: dict[str, Any], documents: ArmedDocuments) -> None:
+    metadata.setdefault(_METADATA_KEY, {})[documents.id] = documents

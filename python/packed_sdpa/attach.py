@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import warnings
 import weakref
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packed_sdpa import hf
+from packed_sdpa import _torch_private, hf
 from packed_sdpa import packed as _installs_what_hooked_modules_call  # noqa: F401
-from packed_sdpa.armed import ArmedDocuments
+from packed_sdpa.armed import UNSUPPORTED_TRACER, UNSUPPORTED_TRANSFORM, ArmedDocuments
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.documents import (
     FOREIGN_KEYWORDS,
@@ -27,11 +28,18 @@ from packed_sdpa.documents import (
     is_indexed_mask,
 )
 from packed_sdpa.guard import add_around, arounds_of, remove_around
-from packed_sdpa.hooks import hook_attention, new_attachment, run_scoped
+from packed_sdpa.hooks import BREAKS_AT_ATTENTION, hook_attention, new_attachment, run_scoped
 from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
 from packed_sdpa.records import ModuleRecord
 from packed_sdpa.scope import ForwardScope, Ledger, pop_scope, push_scope, scope_of
+
+BREAKS_AT_OUTER = (
+    "packed_sdpa reads the documents of each forward outside of the graph; compile the layers with fullgraph=True, or "
+    "the whole model without it"
+)
+
+_run_scoped_untraced = torch.compiler.disable(run_scoped, recursive=False, reason=BREAKS_AT_OUTER)
 
 ROUTES = ("auto", "interface", "hooks")
 
@@ -82,7 +90,7 @@ class Attachment:
                 hf.register_hf_attention()
             for config in self.found.configs:
                 self._undo.append(hf.switch_implementation(config))
-            outer = torch.compiler.disable(self._outer_forward, recursive=False)
+            outer = torch.compiler.disable(self._outer_forward, recursive=False, reason=BREAKS_AT_OUTER)
             for module in self.found.outer:
                 self._put_around(module, _AroundOuter(module, self, outer))
             for _, module in self.found.interface:
@@ -116,24 +124,11 @@ class Attachment:
     def _outer_forward(self, module: nn.Module, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if not self.enabled:
             return self._run(None, proceed, args, kwargs)
-        parameters = self._parameters[module]
-        check_keywords(kwargs, parameters.names)
-        arguments = parameters.by_name(args, kwargs)
-        seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
-        running = scope_of(self.ledger)
-        if running is not None and (running.documents is not None or seen <= running.seen):
+        prepared = self._prepare(module, args, kwargs)
+        if prepared is None:
             return proceed(*args, **kwargs)
-        documents = self._find(arguments, args, kwargs, outermost=running is None)
-        kwargs = {name: value for name, value in kwargs.items() if self._goes_on(module, name)}
-        dense_mask = None
-        mask = arguments.get("attention_mask")
-        if is_indexed_mask(mask):
-            args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
-        elif documents is not None and self.found.interface and mask is not None:
-            dense_mask = self._dense_mask(mask)
-            if dense_mask is not None:
-                args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
-        scope = ForwardScope(self.ledger, documents, seen, self.on_mask, dense_mask)
+        scope, args, kwargs = prepared
+        documents = scope.documents
         armed = None if documents is None else documents.armed
         try:
             try:
@@ -147,12 +142,39 @@ class Attachment:
             self._check_taken(scope)
         return result
 
+    @functools.partial(torch.compiler.disable, reason=BREAKS_AT_OUTER)
+    def _prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[ForwardScope, tuple, dict] | None:
+        """The scope of an outer forward, and the arguments that go on; None within one that counts already."""
+        parameters = self._parameters[module]
+        check_keywords(kwargs, parameters.names)
+        arguments = parameters.by_name(args, kwargs)
+        seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
+        running = scope_of(self.ledger)
+        if running is not None and (running.documents is not None or seen <= running.seen):
+            return None
+        documents = self._find(arguments, args, kwargs, outermost=running is None)
+        kwargs = {name: value for name, value in kwargs.items() if self._goes_on(module, name)}
+        dense_mask = None
+        mask = arguments.get("attention_mask")
+        if is_indexed_mask(mask):
+            args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
+        elif documents is not None and self.found.interface and mask is not None:
+            dense_mask = self._dense_mask(mask)
+            if dense_mask is not None:
+                args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
+        return ForwardScope(self.ledger, documents, seen, self.on_mask, dense_mask), args, kwargs
+
     def _run(self, armed: ArmedDocuments | None, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if not self.found.hooks:
             return proceed(*args, **kwargs)
-        return run_scoped(armed, self.number, proceed, args, kwargs)
+        run = run_scoped if torch.compiler.is_exporting() else _run_scoped_untraced
+        return run(armed, self.number, proceed, args, kwargs)
 
     def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
+        if _torch_private.in_func_transform():
+            return self._none_in_a_transform(arguments)
+        if _torch_private.tracer() is not None:
+            return self._none_in_a_tracer(arguments)
         told = None
         if callable(self.documents):
             told = self.documents(*args, **kwargs) if outermost else None
@@ -177,6 +199,35 @@ class Attachment:
             if documents is not armed:
                 self.ledger.layouts_built += 1
         return documents
+
+    def _none_in_a_tracer(self, arguments: dict[str, Any]) -> Documents | None:
+        """A graph is recorded: raises when there may be documents, whose values a tracer does not show."""
+        told = [name for name in SOURCE_KEYWORDS if arguments.get(name) is not None] if self.documents else []
+        if callable(self.documents):
+            told = ["documents="]
+        if documents_armed_by_hand() is not None:
+            told.append("the armed doc_ids")
+        if told:
+            raise RuntimeError(
+                f"packed_sdpa: the forward of an attached {type(self.model()).__name__} may have documents "
+                f"({', '.join(told)}) in {_torch_private.tracer()}, {UNSUPPORTED_TRACER}"
+            )
+        return None
+
+    def _none_in_a_transform(self, arguments: dict[str, Any]) -> Documents | None:
+        """Within a torch.func transform: raises when there are, or may be, documents."""
+        sources = {name: value for name, value in arguments.items() if value is not None}
+        plain = {name: _torch_private.without_func_wrapper(value) for name, value in sources.items()}
+        unreadable = [name for name in SOURCE_KEYWORDS if name in sources and plain[name] is None]
+        with _torch_private.without_func_transforms():
+            found = None if unreadable or self.documents is None else find_documents(plain)
+        if unreadable or callable(self.documents) or found is not None or documents_armed_by_hand() is not None:
+            why = f"arguments that vmap runs over ({', '.join(unreadable)})" if unreadable else "documents"
+            raise NotImplementedError(
+                f"packed_sdpa: the forward of an attached {type(self.model()).__name__} has {why} within a torch.func "
+                f"transform (vmap, grad, jvp, ...), {UNSUPPORTED_TRANSFORM}"
+            )
+        return None
 
     def _goes_on(self, module: nn.Module, name: str) -> bool:
         """Whether a keyword is passed on. Only the keywords of packing tools are ever taken out."""
@@ -214,12 +265,13 @@ class Attachment:
             record = self.ledger.record(module)
             scope.ran[module] = (record.taken, record.calls)
 
+    @functools.partial(torch.compiler.disable, reason=BREAKS_AT_OUTER)
     def _check_taken(self, scope: ForwardScope) -> None:
         for module, (taken, calls) in scope.ran.items():
             record = self.ledger.record(module)
             if record.taken > taken:
                 continue
-            reason = record.last_passed if record.calls > calls else NO_CALL
+            reason = record.last_passed if record.calls > calls else why_no_call(module)
             message = (
                 f"{record.name} ({type(module).__name__}) ran in a packed forward without packed attention: {reason}"
             )
@@ -242,7 +294,10 @@ class _AroundOuter:
         self._run = run
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        return self._run(self._module, call, args, kwargs)
+        run = self._run
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            run = self.attachment._outer_forward  # which says why not; export itself refuses a disabled function
+        return run(self._module, call, args, kwargs)
 
     around_forward = around_call
 
@@ -270,7 +325,7 @@ class _AroundHooked(_AroundAttention):
 
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
         super().__init__(module, attachment)
-        self._run = torch.compiler.disable(super().around_call)
+        self._run = torch.compiler.disable(super().around_call, reason=BREAKS_AT_ATTENTION)
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         return self._run(call, args, kwargs)
@@ -278,7 +333,11 @@ class _AroundHooked(_AroundAttention):
     around_forward = around_call
 
 
-NO_CALL = "it made no call that packed_sdpa saw (eager attention, or a function of its own)"
+def why_no_call(attention: nn.Module) -> str:
+    """Of a module that ran without an attention call that we saw."""
+    if isinstance(attention, nn.MultiheadAttention):
+        return "nn.MultiheadAttention computes attention by hand when it is called with need_weights=True; pass False"
+    return "it made no call that packed_sdpa saw (eager attention, or a function of its own)"
 
 
 class Handle:

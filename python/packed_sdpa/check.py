@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from packed_sdpa.arming import documents_armed_by_hand
-from packed_sdpa.attach import NO_CALL, Attachment, attachment_of, forward_parameters
+from packed_sdpa.attach import Attachment, attachment_of, forward_parameters, why_no_call
 from packed_sdpa.documents import FOREIGN_KEYWORDS, OWN_KEYWORDS, SOURCE_KEYWORDS, Documents, find_documents
 from packed_sdpa.model_survey import leaking_layers, looks_like_attention
 from packed_sdpa.tables import as_text
@@ -408,7 +408,7 @@ def _reason(module: nn.Module, model: nn.Module, attachment: Attachment | None) 
         return f"{kind} ran stock attention: the model is not attached"
     record = attachment.ledger.records.get(module)
     if record is not None and record.taken == 0:
-        return f"{kind} was not taken: {record.last_passed or NO_CALL}"
+        return f"{kind} was not taken: {record.last_passed or why_no_call(module)}"
     if record is not None:
         return f"{kind} computes something across tokens beside its packed attention"
     if looks_like_attention(name, module):

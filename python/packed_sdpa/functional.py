@@ -12,7 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from packed_sdpa import package_registry
+from packed_sdpa import _torch_private, package_registry
 from packed_sdpa._library import ops
 from packed_sdpa.graph_layout import GraphLayout
 from packed_sdpa.layout import LayoutTensors, PackedLayout
@@ -124,6 +124,8 @@ def varlen_attention(
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}; pass torch.as_tensor(...)")
         if tensor.dim() != 3:
             raise ValueError(f"{name} must be 3-D [T, H, D], got shape {list(tensor.shape)}")
+    _check_options(is_causal, window_size, backend)
+    _check_numbers(scale, dropout_p)
     layout = PackedLayout.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0])
     out, lse = attention_on_tensors(
         query.transpose(0, 1).unsqueeze(0),
@@ -158,10 +160,16 @@ def attention_on_tensors(
 
     Backends that are Python packages give an empty lse; with need_lse they have a reason not to take the call.
     """
+    _check_numbers(scale, dropout_p)
     if scale is None:
         scale = max(query.shape[-1], 1) ** -0.5  # the operator refuses head_dim 0
     package = package_registry.named(backend)
     if package is not None:
+        if _torch_private.in_func_transform():
+            raise NotImplementedError(
+                f"backend '{backend}' does not support torch.func transforms (vmap, grad, jvp, ...); use "
+                "loss.backward() or torch.autograd.grad, or under vmap backend='auto'"
+            )
         call = PackageCall(query, key, value, layout, is_causal, window_size, scale, dropout_p, need_lse)
         reasons = package.unsupported_reasons(call)
         if not reasons:
@@ -240,6 +248,7 @@ def explain_on_tensors(
     backend: str = "auto",
 ) -> BackendReports:
     """As :func:`explain`, of a call of :func:`attention_on_tensors`."""
+    _check_numbers(None, dropout_p)
     call = PackageCall(query, key, value, layout, is_causal, window_size, 1.0, dropout_p, False)
     asked = package_registry.named(backend)
     package_takes_it = asked is not None and not asked.unsupported_reasons(call)
@@ -271,6 +280,26 @@ def _check_options(is_causal: bool, window_size: tuple[int, int], backend: str) 
         raise TypeError(f"window_size must be two ints (left, right), -1 for unlimited, got {window_size!r}")
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a name such as 'auto', got {backend!r}")
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
+def _check_numbers(scale: object, dropout_p: object) -> None:
+    if scale is not None and not _is_number(scale):
+        cure = "multiply query by it instead" if isinstance(scale, Tensor) else "convert it with float()"
+        raise TypeError(f"scale must be a number, or None for D ** -0.5, got {scale!r}; {cure}")
+    if not _is_number(dropout_p):
+        raise TypeError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}; convert it with float()")
+
+
+def _is_number(value: object) -> bool:
+    """Also a number of NumPy and a tensor of one element, as torch; but not one whose gradient would be lost."""
+    if isinstance(value, _NUMBERS):
+        return True
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.requires_grad
+    return hasattr(value, "__float__")
 
 
 def _check_layout(query: Tensor, key: Tensor, layout: PackedLayout | GraphLayout) -> None:

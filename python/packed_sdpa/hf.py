@@ -9,6 +9,7 @@ Everything private of Transformers that this package touches is in this file.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -110,6 +111,13 @@ def _transformers() -> tuple[Any, Any, Any]:
 # ---- The mask function -------------------------------------------------------------------------------------------
 
 
+BREAKS_AT_MASKS = (
+    "packed_sdpa finds the documents of the running forward where the model makes its masks; compile the layers with "
+    "fullgraph=True, or the whole model without it"
+)
+
+
+@functools.partial(torch.compiler.disable, reason=BREAKS_AT_MASKS)
 def document_mask(
     batch_size: int,
     q_length: int,

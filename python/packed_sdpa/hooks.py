@@ -27,12 +27,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from packed_sdpa import guard, hf, interception
@@ -52,6 +54,11 @@ __all__ = [
     "new_attachment",
     "run_scoped",
 ]
+
+BREAKS_AT_ATTENTION = (
+    "packed_sdpa finds the documents of a hooked attention module when it runs, so the graph breaks there; compile "
+    "without fullgraph=True, or use attach(model, route='interface'), which needs no break within a layer"
+)
 
 _attachment_numbers = itertools.count(1)
 
@@ -134,22 +141,30 @@ class AttentionHook:
     # The hook pair. _after runs for every Exception; for the others the guard below does.
 
     def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():  # a module that was compiled before it was hooked
+            return _untraced(self._before, module, args)
         interception.enter(self)
+        return None
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return _untraced(self._after, module, args, output)
         frame = interception.current_frame()
         if frame is None or frame.hook is not self:
-            return
+            return None
         interception.leave(interception.height() - 1)
         if frame.calls == 0 and self.attachment is None and _PACKED_STATE.get() is not None:
             self._warn_once(
                 "ran without calling scaled_dot_product_attention while documents are armed, so its attention was not "
                 "packed; make it use SDPA (attn_implementation='sdpa', need_weights=False)"
             )
+        return None
 
     # The guard.
 
     def around_call(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _untraced(self.around_call, call, args, kwargs)
         height = interception.height()
         try:
             try:
@@ -160,6 +175,8 @@ class AttentionHook:
             interception.leave(height)  # once more, should an interrupt have cut the first one short
 
     def around_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _untraced(self.around_forward, call, args, kwargs)
         frame = interception.current_frame()
         if frame is not None and frame.hook is self and not frame.in_forward:
             frame.in_forward = True
@@ -173,6 +190,11 @@ class AttentionHook:
                 interception.leave(height)
         finally:
             interception.leave(height)
+
+
+@functools.partial(torch.compiler.disable, reason=BREAKS_AT_ATTENTION)
+def _untraced(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def hooks_of(module: nn.Module) -> tuple[AttentionHook, ...]:
@@ -198,16 +220,19 @@ def in_forward_scope(attachment: int) -> bool:
 class forward_scope:  # noqa: N801 - used as a function, as torch.no_grad is
     """Context manager for one outer forward of an attached model; see the top of this file."""
 
+    @torch.compiler.disable
     def __init__(self, documents: ArmedDocuments | None, attachment: int) -> None:
         self._documents = documents
         self._attachment = attachment
         self._mark = ops.scope_mark()
 
+    @torch.compiler.disable
     def __enter__(self) -> ArmedDocuments | None:
         self._mark = ops.scope_mark()
         ops.enter_scope(self._attachment, 0 if self._documents is None else self._documents.id)
         return self._documents
 
+    @torch.compiler.disable
     def __exit__(self, *exception: object) -> None:
         ops.leave_scope(self._mark)
 

@@ -77,11 +77,12 @@ def dense_mask_visible(mask: Tensor, size: int) -> Callable[[int, int], Tensor]:
     Raises :class:`MaskNotHonouredError` when an additive mask holds other values: it is a bias.
     """
     dense = mask if mask.dim() == 4 else mask.unsqueeze(1) if mask.dim() == 3 else mask[None, None]
-    if tuple(dense.shape[-2:]) != (size, size):
+    if any(length not in (1, size) for length in dense.shape[-2:]):
         raise MaskNotHonouredError(
             f"attention_mask has shape {list(mask.shape)} but the documents are of {size} tokens; pass a mask of those "
             "tokens, or none"
         )
+    dense = dense.expand(-1, -1, size, size)  # a mask of keys alone has one row
 
     def visible(begin: int, end: int) -> Tensor:
         rows = dense[:, :, begin:end]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packed_sdpa import _torch_private, interception
-from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_for_recompute
+from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_for_functions, keep_for_recompute
 from packed_sdpa.choice import choice_of
 from packed_sdpa.functional import attention_on_tensors
 from packed_sdpa.hooks import hook_self_attention
@@ -25,6 +26,11 @@ __all__ = [
     "disable_cp1_packed_varlen",
     "enable_cp1_packed_varlen",
 ]
+
+BREAKS_AT_THE_CALL = (
+    "_packed_varlen_sdpa finds the armed documents when it runs, so the graph breaks there; compile without "
+    "fullgraph=True, or call packed_attention(..., layout)"
+)
 
 _NOT_HOOKED = (0, 0)
 
@@ -84,6 +90,8 @@ def _packed_varlen_sdpa(
     and S of all three are those of the armed doc_ids; attn_mask and is_causal are not used then. Every other call goes
     to what ``F.scaled_dot_product_attention`` is outside of hooked modules, with the arguments it got but ``kwargs``.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _untraced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     frame = interception.current_frame()
     if frame is not None:
         frame.calls += 1
@@ -97,7 +105,7 @@ def _packed_varlen_sdpa(
         matched = _match_heads(query, key, value, enable_gqa)
         if matched is None or not _one_kind(query, key, value):
             reason = REFUSED
-    if reason is None and frame is not None and frame.hook.audit is not None and not torch.compiler.is_compiling():
+    if reason is None and frame is not None and frame.hook.audit is not None:
         assert documents is not None
         reason = frame.hook.audit(documents, frame.hook.window(), attn_mask, is_causal)
     if reason is not None:
@@ -125,6 +133,14 @@ def _packed_varlen_sdpa(
     return output
 
 
+@functools.partial(torch.compiler.disable, reason=BREAKS_AT_THE_CALL)
+def _untraced(*args: Any) -> Tensor:
+    return _this_function(*args)
+
+
+_this_function = _packed_varlen_sdpa  # by another name: who called it is not known here (_caller_names_us)
+
+
 def _packed_multi_head_attention(
     query: Tensor,
     key: Tensor,
@@ -147,14 +163,25 @@ def _packed_multi_head_attention(
         assert frame is not None
         documents = frame.hook.documents() if frame.hook.is_causal() else None
         if documents is not None and _mismatch(documents, *heads) is None:
-            return F.linear(_packed_varlen_sdpa(*heads).transpose(1, 2).flatten(-2), proj_weight, proj_bias), None
+            out = _packed_varlen_sdpa(heads[0], heads[1], heads[2], _visible(mask, mask_type))
+            return F.linear(out.transpose(1, 2).flatten(-2), proj_weight, proj_bias), None
         frame.calls += 1
         _count_passed(frame, UNARMED if documents is None else OTHER_LENGTH, documents, *heads)
+        if documents is not None:
+            keep_for_functions(documents)
     return interception.without_catching(
         _torch_private.NATIVE_MULTI_HEAD_ATTENTION,
         *(query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask),
         *(need_weights, average_attn_weights, mask_type),
     )
+
+
+def _visible(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
+    """The fused operator's mask, true or not 0 where a key is hidden, as SDPA's. mask_type 1: of keys, ``[B, S]``."""
+    if mask is None:
+        return None
+    visible = ~mask.bool()
+    return visible[:, None, None] if mask_type == 1 else visible
 
 
 interception.install(_packed_varlen_sdpa, _packed_multi_head_attention)
@@ -219,7 +246,8 @@ def _one_kind(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return False
     if query.dtype == key.dtype == value.dtype:
         return query.dtype in _DTYPES
-    return torch.is_autocast_enabled(query.device.type)
+    device = query.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))

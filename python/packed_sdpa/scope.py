@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 
+import torch
 from torch import Tensor, nn
 
 from packed_sdpa.documents import Documents
@@ -60,10 +61,12 @@ def scope_of(ledger: Ledger) -> ForwardScope | None:
     return next((scope for scope in reversed(_STACK.scopes) if scope.ledger is ledger), None)
 
 
+@torch.compiler.disable
 def push_scope(scope: ForwardScope) -> None:
     _STACK.scopes.append(scope)
 
 
+@torch.compiler.disable
 def pop_scope(scope: ForwardScope) -> None:
     """Ends a scope, and any above it; harmless when an interrupt came before it was pushed."""
     scopes = _STACK.scopes

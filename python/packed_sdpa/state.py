@@ -123,7 +123,8 @@ def _normalize(argument: str, value: object, names: dict[str, tuple[str, ...]], 
             if spelled in synonyms:
                 return name
     raise ValueError(
-        f"{argument} must be one of {', '.join(names)} (None, '', 'auto', 'default': {default}), got {value!r}"
+        f"{argument} must be one of {', '.join(names)} (None, '', 'auto', 'default': {default}), got {value!r}; "
+        "give one of these names"
     )
 
 
@@ -170,7 +171,7 @@ def configured_kv_exchange() -> str:
 
 def dispatcher_preference(backend: str | None) -> str:
     """The dispatcher's ``auto:NAME`` for a preference of the seed API (``flash``, ``te``); ValueError for others."""
-    name = normalize_attn_backend(backend)
+    name = _normalize("backend", backend, _ATTN_BACKENDS, "flash")
     if name == "dense":
         raise ValueError(f"backend must be flash or te, got {backend!r}; to run dense, do not arm")
     return f"auto:{name}" if name in available_backends() else "auto"

@@ -2,12 +2,16 @@
 #include "packed_sdpa/state.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 
+#include <memory>
 #include <stdexcept>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "packed_sdpa/attention.h"
 
@@ -155,6 +159,96 @@ TEST_F(State, RecomputeReadsTheDocumentsOfItsForward) {
   std::thread([&] { loss_y.backward(); }).join();
   EXPECT_TRUE(at::allclose(x.grad(), gradient(x, a_)));
   EXPECT_TRUE(at::allclose(y.grad(), gradient(y, b_)));
+}
+
+// What is kept alive.
+
+at::Tensor checkpointed_loss(const at::Tensor& x, const DocumentsPtr& documents) {
+  const PackedAttentionScope scope(documents);
+  return Checkpoint::apply(x).square().sum();
+}
+
+TEST_F(State, DocumentsLiveAsLongAsTheGraph) {
+  const at::Tensor x = operand(5).requires_grad_();
+  std::weak_ptr<const ArmedDocuments> alive;
+  at::Tensor loss;
+  {
+    const PackedAttentionScope scope(a_);
+    alive = scope.documents();
+    loss = drop_in(x).sum();
+  }
+  EXPECT_FALSE(alive.expired());
+  loss.backward();
+  loss.reset();
+  EXPECT_TRUE(alive.expired());
+}
+
+TEST_F(State, AnEvaluationInInferenceModeKeepsNothing) {
+  const at::Tensor x = operand(5);
+  std::weak_ptr<const ArmedDocuments> alive;
+  {
+    const c10::InferenceMode inference;
+    const PackedAttentionScope scope(a_);
+    alive = scope.documents();
+    drop_in(x);
+  }
+  EXPECT_TRUE(alive.expired());
+}
+
+TEST_F(State, TheLast16DocumentsWithoutAGraphAreKept) {
+  const at::Tensor x = operand(6).requires_grad_();
+  std::vector<std::weak_ptr<const ArmedDocuments>> alive;
+  std::vector<at::Tensor> losses;
+  for (int i = 0; i < 17; ++i) {
+    const DocumentsPtr documents = ArmedDocuments::make(i % 2 == 0 ? a_ : b_);
+    alive.push_back(documents);
+    losses.push_back(checkpointed_loss(x, documents));
+  }
+  EXPECT_TRUE(alive[0].expired());
+  for (size_t i = 1; i < alive.size(); ++i) EXPECT_FALSE(alive[i].expired()) << i;
+  losses[1].backward();
+  const at::Tensor leaf = x.detach().clone().requires_grad_();
+  packed(leaf, b_).square().sum().backward();
+  EXPECT_TRUE(at::allclose(x.grad(), leaf.grad()));
+  try {
+    losses[0].backward();
+    FAIL() << "its documents are gone";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(error.msg().find("the documents of the forward that is recomputed are gone"), std::string::npos)
+        << error.msg();
+    EXPECT_NE(error.msg().find("Arm (or call the attached model) in the thread that runs the layers"),
+              std::string::npos)
+        << error.msg();
+  }
+}
+
+// Called in a backward, where nothing of ours ran before.
+struct CallsInBackward : torch::autograd::Function<CallsInBackward> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x) {
+    ctx->save_for_backward({x});
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& /*grads*/) {
+    return {drop_in(ctx->get_saved_variables()[0])};
+  }
+};
+
+TEST_F(State, ARecomputeWhoseDocumentsCannotBeToldIsAnErrorOfC10) {
+  at::Tensor loss;
+  std::thread([&] { loss = CallsInBackward::apply(operand(7).requires_grad_()).sum(); }).join();
+  arm(a_);
+  EXPECT_THROW(loss.backward(), c10::Error);
+}
+
+TEST_F(State, AScopeThatEndsInAnotherThreadEndsTheProgram) {
+  testing::FLAGS_gtest_death_test_style = "threadsafe";
+  EXPECT_DEATH(
+      {
+        auto scope = std::make_unique<PackedAttentionScope>(a_);
+        std::thread([&] { scope.reset(); }).join();
+      },
+      "token was made in another thread; reset\\(\\) belongs to the thread that called set\\(\\)");
 }
 
 }  // namespace

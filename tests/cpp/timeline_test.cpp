@@ -102,7 +102,7 @@ struct Clock {
   uint64_t sequence = 0;
 
   Moment forward() const { return {thread, sequence, kNoGraphTask, std::nullopt, false, {}}; }
-  Moment backward(int64_t task, NodePlace node, const std::shared_ptr<void>& alive,
+  Moment backward(int64_t task, NodePlace node, const std::shared_ptr<BackwardTask>& alive,
                   bool precedes = false) const {
     return {thread, sequence, task, node, precedes, alive};
   }
@@ -113,7 +113,7 @@ struct Process {
   Timeline timeline;
   Clock clock;
   TimelinePtr armed;
-  std::shared_ptr<void> task = std::make_shared<int>(0);
+  std::shared_ptr<BackwardTask> task = std::make_shared<BackwardTask>();
 
   void arm(const TimelinePtr& documents) {
     armed = documents;
@@ -124,6 +124,34 @@ struct Process {
     return number_of(timeline.resolve(clock.backward(graph_task, node, task, precedes), {}, {armed, true}));
   }
 };
+
+constexpr const char* kCure =
+    " Arm (or call the attached model) in the thread that runs the layers, before the checkpointed region, "
+    "and "
+    "keep the hooks attached until backward has run.";
+
+// What is raised is a TimelineError of this text, with the cure behind it.
+template <typename Function>
+void expect_error(const std::string& text, Function function) {
+  try {
+    function();
+    ADD_FAILURE() << "nothing was raised; expected: " << text;
+  } catch (const TimelineError& error) {
+    EXPECT_EQ(error.what(), "packed_sdpa: " + text + kCure);
+  }
+}
+
+constexpr const char* kGone =
+    "the documents of the forward that is recomputed are gone: nothing that is left of it holds its "
+    "attention's "
+    "outputs, or it ran without a graph in a checkpoint that keeps nothing of its forward (written in C++, "
+    "or with "
+    "setup_context), and 16 later ones did so too.";
+
+std::string ran_no_hooked_attention(const NodePlace& node) {
+  return "the forward of autograd node " + std::to_string(node.sequence) + " of thread " +
+         std::to_string(node.thread) + " ran no hooked attention, but its recompute does.";
+}
 
 TEST(Timeline, RecomputeReadsTheForwardOfItsNode) {
   Process process;
@@ -158,13 +186,15 @@ TEST(Timeline, DeeperBackwardsFollowTheNodeThatAsked) {
   const NodePlace tail_of_b = process.clock.make_node();
   const NodePlace inner = process.clock.make_node();  // made by the recompute, before its first call
   EXPECT_EQ(process.recompute(outer, 1, true), 1);
-  EXPECT_THROW(process.recompute(tail_of_b, 2), TimelineError);  // a recompute's, or the forward's own tail?
+  expect_error(
+      "cannot tell whether autograd node 1 of thread 1 was made by a recompute or by the forward before it.",
+      [&] { process.recompute(tail_of_b, 2); });
   const NodePlace after_call = process.clock.make_node();
   EXPECT_EQ(process.recompute(inner, 2, true), 1);
   EXPECT_EQ(process.recompute(after_call, 2), 1);
   EXPECT_EQ(process.recompute(tail_of_b, 1), 2);  // same backward: not deeper
   process.task.reset();                           // the backward has ended, however
-  process.task = std::make_shared<int>(0);
+  process.task = std::make_shared<BackwardTask>();
   EXPECT_EQ(process.recompute(tail_of_b, 3), 2);
   EXPECT_EQ(process.timeline.statistics().redirects, 1);
 }
@@ -192,16 +222,87 @@ TEST(Timeline, RaisesWhereItCannotTell) {
   EXPECT_EQ(process.recompute({5, 3}), 0);  // nobody has ever armed
   process.arm(value(1));
   const NodePlace node = process.clock.make_node();
-  EXPECT_THROW(process.recompute(node), TimelineError);    // no call was seen: hooked after the forward
-  EXPECT_THROW(process.recompute({5, 3}), TimelineError);  // a thread that never ran a hooked call
+  expect_error(ran_no_hooked_attention(node), [&] { process.recompute(node); });  // hooked after the forward
+  const NodePlace elsewhere{5, 3};  // a thread that never ran a hooked call
+  expect_error(ran_no_hooked_attention(elsewhere), [&] { process.recompute(elsewhere); });
   process.call();
   process.arm(nullptr);  // the armed value is gone
-  EXPECT_THROW(process.recompute(node), TimelineError);
+  expect_error(kGone, [&] { process.recompute(node); });
   Moment no_node = process.clock.backward(1, node, process.task);
   no_node.node.reset();
-  EXPECT_THROW(process.timeline.resolve(no_node, {}, {}), TimelineError);
-  EXPECT_THROW(process.timeline.resolve(process.clock.backward(1, node, process.task), {{}, {1, 50}}, {}),
-               TimelineError);
+  expect_error(
+      "attention runs within a backward, but no autograd node is being evaluated (compiled autograd?), so "
+      "its "
+      "documents cannot be told.",
+      [&] { process.timeline.resolve(no_node, {}, {}); });
+  expect_error(
+      "the forward of autograd node 0 of thread 1 ran before this attention was hooked, but its recompute is "
+      "hooked.",
+      [&] {
+        process.timeline.resolve(process.clock.backward(1, node, process.task), {{}, {1, 50}}, {});
+      });
+}
+
+TEST(Timeline, DocumentsOfOneForwardThatDiffer) {
+  Process process;
+  const TimelinePtr a = value(1);
+  const TimelinePtr b = value(2);
+  process.arm(a);
+  process.call();
+  const NodePlace node = process.clock.make_node();
+  const Moment in_backward = process.clock.backward(1, node, process.task);
+  process.timeline.armed(in_backward, b, true);
+  expect_error(
+      "documents were armed within this backward that differ from those of the forward that is recomputed; "
+      "run a "
+      "fresh forward outside of backward, or disarm before it goes on.",
+      [&] { process.recompute(node); });
+
+  Process other;
+  const int64_t scope = other.timeline.enter_scope(other.clock.forward(), 7, a);
+  const NodePlace within = other.clock.make_node();
+  other.timeline.leave_scope(other.clock.forward(), scope);
+  const Moment recompute = other.clock.backward(1, within, other.task);
+  other.timeline.enter_scope(recompute, 7, b);
+  expect_error(
+      "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
+      "overwritten?",
+      [&] {
+        other.timeline.resolve(recompute, {{7}, {}}, {});
+      });
+}
+
+TEST(Timeline, NestingIsBounded) {
+  Process process;
+  process.arm(value(1));
+  process.call();
+  const NodePlace node = process.clock.make_node();
+  for (int64_t task = 1; task <= 50; ++task) EXPECT_EQ(process.recompute(node, task), 1);
+  expect_error("checkpoints are nested 50 deep; at most that many can be followed.",
+               [&] { process.recompute(node, 51); });
+}
+
+TEST(Timeline, WhatABackwardArmedOrEnteredEndsWithIt) {
+  Process process;
+  process.arm(value(1));
+  process.call();
+  const NodePlace node = process.clock.make_node();
+  TimelinePtr armed = value(1);
+  TimelinePtr scoped = value(2);
+  const std::weak_ptr<const TimelineValue> armed_alive = armed;
+  const std::weak_ptr<const TimelineValue> scoped_alive = scoped;
+  const Moment in_backward = process.clock.backward(1, node, process.task);
+  process.timeline.armed(in_backward, armed, true);
+  const int64_t scope = process.timeline.enter_scope(in_backward, 7, scoped);
+  armed.reset();
+  scoped.reset();
+  EXPECT_EQ(number_of(process.timeline.resolve(in_backward, {{7}, {}}, {})), 2);
+  process.timeline.leave_scope(in_backward, scope);
+  EXPECT_FALSE(armed_alive.expired());  // a deeper backward may ask
+  EXPECT_FALSE(scoped_alive.expired());
+  process.task.reset();
+  EXPECT_TRUE(armed_alive.expired());
+  EXPECT_TRUE(scoped_alive.expired());
 }
 
 TEST(Timeline, AFollowerKnowsWhatItsOwnCallsSaw) {
@@ -225,7 +326,10 @@ TEST(Timeline, AFollowerKnowsWhatItsOwnCallsSaw) {
   EXPECT_EQ(process.recompute(in_call), 1);
   EXPECT_EQ(process.recompute(last), 2);
   EXPECT_EQ(process.recompute(between, 1, /*precedes=*/true), 2);  // its region's own call is the next
-  EXPECT_THROW(process.recompute(between), TimelineError);
+  expect_error(
+      "the documents of autograd node 3 of thread 1 were armed by another thread at a place that cannot be "
+      "told.",
+      [&] { process.recompute(between); });
 }
 
 TEST(Timeline, HistoryIsBounded) {
@@ -238,7 +342,16 @@ TEST(Timeline, HistoryIsBounded) {
     process.clock.make_node();
   }
   EXPECT_LE(process.timeline.statistics().intervals, 4096);
-  EXPECT_THROW(process.recompute(first), TimelineError);
+  const std::string too_old = "autograd node 0 of thread 1 is older than the last 2,000 forwards.";
+  expect_error(too_old, [&] { process.recompute(first); });
+  for (int i = 0; i < 5000; ++i) {
+    const int64_t scope = process.timeline.enter_scope(process.clock.forward(), 7, a);
+    process.clock.make_node();
+    process.timeline.leave_scope(process.clock.forward(), scope);
+  }
+  expect_error(too_old, [&] {
+    process.timeline.resolve(process.clock.backward(1, first, process.task), {{7}, {}}, {});
+  });
 }
 
 TEST(Timeline, ThreadsDoNotDisturbEachOther) {
@@ -250,7 +363,7 @@ TEST(Timeline, ThreadsDoNotDisturbEachOther) {
       Clock clock{static_cast<uint64_t>(t), 0};
       const std::vector<TimelinePtr> values{value(t), value(100 + t), nullptr};
       for (int round = 0; round < 300; ++round) {
-        const auto task = std::make_shared<int>(0);
+        const auto task = std::make_shared<BackwardTask>();
         std::vector<NodePlace> nodes;
         for (const TimelinePtr& armed : values) {
           timeline.armed(clock.forward(), armed, true);

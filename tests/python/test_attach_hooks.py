@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import packed_sdpa
-from packed_sdpa import mask_audit
+from packed_sdpa import armed, mask_audit
 from packed_sdpa.armed import ArmedDocuments
 
 STOCK = F.scaled_dot_product_attention
@@ -184,6 +184,17 @@ def test_armed_ids_of_another_shape(model):
         packed_sdpa.disarm()
 
 
+def test_a_detached_handle(model):
+    handle = packed_sdpa.attach(model)
+    handle.detach()
+    handle.detach()
+    assert repr(handle) == "packed_sdpa handle (detached)" and not handle.enabled
+    with pytest.raises(RuntimeError, match="this handle is detached; attach the model again"):
+        _ = handle.route
+    with pytest.raises(RuntimeError, match="this handle is detached; attach the model again"):
+        handle.enabled = True
+
+
 def test_copies_and_pickles(model):
     """Case 43: plain classes, no hooks, not packed by the original's attachment."""
     tokens, positions = batch()
@@ -235,20 +246,197 @@ def test_nothing_keeps_a_dropped_model_alive(route):
     assert gone() is None
 
 
-def test_documents_die_with_their_graph(model):
-    """Nothing is kept after backward."""
-    from packed_sdpa import armed
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@pytest.mark.parametrize("route", ["hooks", "interface"])
+def test_documents_die_with_their_graph(route, use_reentrant):
+    """Nothing is kept after backward: documents that are alive are counted, of three forwards in flight."""
+    if route == "interface":
+        pytest.importorskip("transformers")
+        from hf_models import ARCHITECTURES
 
-    tokens, positions = batch()
+        model = ARCHITECTURES["llama"].make().train()
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    else:
+        model = Decoder(use_reentrant=use_reentrant).double()
     gc.collect()
     before = set(armed._alive)
-    with packed_sdpa.attach(model):
-        out = model(tokens, positions)
-        assert set(armed._alive) - before
-        out.sum().backward()
-        del out
+    with packed_sdpa.attach(model, route=route, strict=True):
+        losses = []
+        for seed in range(3):
+            tokens, positions = batch(seed=seed)
+            out = model(tokens, position_ids=positions)
+            losses.append((out if isinstance(out, torch.Tensor) else out.logits).sum())
+            del out
         gc.collect()
-        assert set(armed._alive) <= before
+        needed = route == "hooks" or use_reentrant is not None  # else layouts in saved tensors are all there is
+        assert len(set(armed._alive) - before) == (3 if needed else 0)
+        while losses:
+            losses.pop().backward()
+            gc.collect()
+            assert len(set(armed._alive) - before) == (len(losses) if needed else 0)
+
+
+class MultiheadDecoder(nn.Module):
+    def __init__(self, need_weights):
+        super().__init__()
+        self.embed = nn.Embedding(31, 8)
+        self.self_attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.need_weights = need_weights
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.embed(input_ids)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.self_attn(x, x, x, attn_mask=mask, need_weights=self.need_weights)[0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_multihead_attention_that_needs_weights(training):
+    """Honoured without weights, refused by name with them: those are computed by hand."""
+    model = MultiheadDecoder(need_weights=False).double().train(training)
+    tokens, positions = batch()
+    with torch.set_grad_enabled(training):
+        expected = alone(model, tokens)
+        with packed_sdpa.attach(model, strict=True):
+            assert close([model(tokens, positions)], [expected])
+        model.need_weights = True
+        named = r"self_attn \(MultiheadAttention\) ran .* without packed attention: .*need_weights=True; pass False"
+        with packed_sdpa.attach(model, strict=True), pytest.raises(packed_sdpa.NotTakenError, match=named):
+            model(tokens, positions)
+        with packed_sdpa.attach(model), pytest.warns(UserWarning, match=named):
+            assert not close([model(tokens, positions)], [expected])
+
+
+class MaskedMultihead(nn.Module):
+    def __init__(self, attn_mask=None, padding=None):
+        super().__init__()
+        self.embed = nn.Embedding(31, 8)
+        self.self_attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.masks = {"attn_mask": attn_mask, "key_padding_mask": padding}
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.embed(input_ids)
+        return self.self_attn(x, x, x, need_weights=False, **self.masks)[0]
+
+
+@pytest.mark.parametrize("as_float", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_masks_of_multihead_attention(training, as_float):
+    """Also of its fused operator in evaluation: honoured, refused, or as stock; never dropped."""
+    size = sum(LENGTHS)
+    hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
+    padding = torch.zeros(1, size, dtype=torch.bool)
+    padding[0, -2:] = True
+    model = MaskedMultihead().double().train(training)
+    tokens, positions = batch()
+    real = torch.ones(1, size, dtype=torch.int64)
+    real[0, -2:] = 0
+
+    def masks(attn_mask, key_padding_mask):
+        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if as_float and mask is not None:
+                mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, float("-inf"))
+            model.masks[name] = mask
+
+    with torch.set_grad_enabled(training):
+        parts = []
+        for part, keys in zip(tokens.split(LENGTHS, 1), padding.split(LENGTHS, 1), strict=True):
+            masks(hidden[: part.shape[1], : part.shape[1]], keys)
+            parts.append(model(part))
+        expected = torch.cat(parts, 1)
+        stock = {}
+        for name, pair in {"both": (hidden, padding), "padding": (None, padding), "none": (None, None)}.items():
+            masks(*pair)
+            stock[name] = model(tokens)
+        with packed_sdpa.attach(model):
+            masks(hidden, padding)
+            assert close([model(tokens)], [stock["both"]])
+            ids = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(LENGTHS))[None] * real
+            assert close([model(tokens, doc_ids=ids)[:, :-2]], [expected[:, :-2]])
+            masks(hidden, None)
+            assert close([model(tokens, positions)[:, :-2]], [expected[:, :-2]])
+            masks(None, padding)
+            with pytest.raises(packed_sdpa.MaskNotHonouredError, match=r"attn_mask: .* lets row 0 see row 1"):
+                model(tokens, doc_ids=ids)
+            assert close([model(tokens)], [stock["padding"]])
+            masks(None, None)  # no mask and not causal: as stock
+            with pytest.warns(UserWarning, match=r"self_attn .*the call is not causal: is_causal=False and no mask"):
+                assert close([model(tokens, positions)], [stock["none"]])
+
+
+class PrefixAttention(Attention):
+    """Tokens of a prefix see each other both ways, as in prefix language models."""
+
+    mask = None
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).transpose(1, 2).flatten(2))
+
+
+def prefix_mask(lengths, prefix, dtype=torch.bool):
+    """[S, S]; prefix: how many tokens at the head of each document see each other."""
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.cat([torch.arange(n) for n in lengths])
+    seen = (place[None, :] <= place[:, None]) | (place[None, :] < prefix)
+    seen &= ids[:, None] == ids[None, :]
+    return seen if dtype is torch.bool else torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
+def test_prefix_masks(dtype):
+    """Case 41: one token of prefix is plain causal and honoured; two of them are refused, and nothing has changed."""
+    model = Decoder(layers=1).double()
+    model.layers[0].self_attn.__class__ = PrefixAttention
+    attention = model.layers[0].self_attn
+    tokens, positions = batch()
+    attention.mask = prefix_mask(LENGTHS, 1, dtype)
+    causal = model(tokens)
+    attention.mask = prefix_mask(LENGTHS, 2, dtype)
+    with_prefix = model(tokens)
+    assert not close([causal], [with_prefix])
+    refused = r"attn_mask: the model's mask lets row 0 see row 1 of the same document \(batch row 0\), the packed rule"
+    with packed_sdpa.attach(model, strict=True):
+        with pytest.raises(packed_sdpa.MaskNotHonouredError, match=rf"{refused}.*on_mask='warn' or 'ignore' runs the"):
+            model(tokens, positions)
+        assert torch.equal(model(tokens), with_prefix)  # no documents: the mask is stock's
+        attention.mask = prefix_mask(LENGTHS, 1, dtype)
+        assert close([model(tokens, positions)], [causal])
+        attention.mask = prefix_mask(LENGTHS, 2, dtype)
+        with pytest.raises(packed_sdpa.MaskNotHonouredError, match=refused):  # a kind of mask that was seen before
+            model(tokens, positions)
+    with packed_sdpa.attach(model, on_mask="warn"), pytest.warns(UserWarning, match=f"{refused}.*packed rule runs ins"):
+        assert close([model(tokens, positions)], [causal])
+    with packed_sdpa.attach(model, on_mask="ignore"):
+        assert close([model(tokens, positions)], [causal])
+
+
+@pytest.mark.parametrize("route", ["hooks", "interface"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
+def test_prefix_masks_of_a_transformers_model(route, dtype):
+    pytest.importorskip("transformers")
+    from hf_models import ARCHITECTURES
+
+    model = ARCHITECTURES["llama"].make()
+    tokens, positions = batch()
+    causal, prefix = (prefix_mask(LENGTHS, length, dtype)[None, None] for length in (1, 2))
+    arguments = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    expected = model(**arguments, attention_mask=causal).logits
+    with packed_sdpa.attach(model, route=route, strict=True):
+        assert close([model(**arguments, attention_mask=causal).logits], [expected])
+        with pytest.raises(packed_sdpa.MaskNotHonouredError, match=r"mask.* lets row 0 see row 1 of the same document"):
+            model(**arguments, attention_mask=prefix)
+
+
+def test_masks_of_another_size():
+    audit = mask_audit.DenseMaskAudit("error", set())
+    documents = ArmedDocuments(torch.tensor([[1, 1, 2]]))
+    for shape in ((2, 3), (3, 4), (1, 1, 4, 4)):
+        with pytest.raises(
+            packed_sdpa.MaskNotHonouredError,
+            match=rf"attention_mask has shape \[{', '.join(map(str, shape))}\] but the documents are of 3 tokens; ",
+        ):
+            audit(documents, (-1, -1), torch.ones(shape, dtype=torch.bool), False)
 
 
 def test_a_mask_in_reused_memory_is_looked_at_again():

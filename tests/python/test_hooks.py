@@ -498,8 +498,14 @@ def test_a_hooked_call_that_sees_no_sdpa_is_told():
     model = hooked(nn.MultiheadAttention(16, 2, batch_first=True))
     enable_cp1_packed_varlen(IDS, "flash")
     x = torch.randn(1, ROWS, 16)
-    with pytest.warns(UserWarning, match="self_attn ran without calling scaled_dot_product_attention"):
-        model.self_attn(x, x, x)  # need_weights=True computes them by hand
+    told = r"self_attn ran without calling scaled_dot_product_attention while documents are armed.*need_weights=False\)"
+    for training, grad in ((True, True), (False, False)):  # by hand, and by the fused operator
+        model.train(training)
+        hooks_of(model.self_attn)[0]._warned.clear()
+        with pytest.warns(UserWarning, match=told), torch.set_grad_enabled(grad):
+            _, weights = model.self_attn(x, x, x)
+        assert weights.shape == (1, ROWS, ROWS)
+    assert record_of(model).taken == 0
 
 
 def test_an_instance_forward_of_somebody_else():

@@ -104,6 +104,48 @@ def test_every_instruction_set(isa, dtype):
         ops.set_cpu_isa(before)
 
 
+def changed_layout(**changes):
+    """Two documents of 2 and 4 tokens in 2 rows of 4, one of them behind a gap."""
+    tensors = PackedLayout.from_doc_ids(torch.tensor([[1, 0, 1, 0], [2, 2, 2, 2]])).tensors()
+    return tensors._replace(**{name: change(getattr(tensors, name)) for name, change in changes.items()})
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+BAD_LAYOUTS = [
+    ({"cu_seqlens_k": lambda old: old.long()}, "cu_seqlens_k must be a 1-D int32 tensor, got .* take layouts from"),
+    ({"cu_seqlens_k": lambda old: old.repeat(2)[::2]}, r"cu_seqlens_k must be contiguous; call \.contiguous\(\)"),
+    ({"cu_seqlens_q": lambda old: old[:2]}, "must describe the same documents, got 2 and 3 entries"),
+    ({"cu_seqlens_q": lambda old: old[:0], "cu_seqlens_k": lambda old: old[:0]}, "at least one entry .*, got none"),
+    ({"diagonal_offsets": lambda old: ints(0)}, r"must have an entry a document \(2\) or none, got 1"),
+    ({"max_seqlens": lambda old: old[:1]}, r"max_seqlens must be int64 \[2\] on the host"),
+    ({"max_seqlens": lambda old: old - 1}, "but the longest document has 4 queries and 4 keys; take layouts from"),
+    ({"cu_seqlens_k": lambda old: old + 1}, "cu_seqlens_k must start at 0, got 1; give cumulative lengths"),
+    ({"cu_seqlens_k": lambda old: ints(0, 3, 2)}, "must not decrease, but entry 2 is 2 after 3; give cumulative"),
+    ({"cu_seqlens_k": lambda old: ints(0, 2, 9)}, "ends at 9 but there are only 8 rows; the layout belongs to other"),
+    ({"token_index_k": lambda old: old[:3]}, r"token_index_k must have as many entries as tokens \(6\) or none, got 3"),
+    ({"token_index_k": lambda old: old.flip(0)}, "token_index_k: the rows of document 0 must ascend"),
+    ({"token_index_k": lambda old: ints(0, 2, 4, 5, 6, 8)}, "document 1 has rows 4 to 8 outside the 8 rows"),
+    ({"token_index_k": lambda old: ints(0, 4, 4, 5, 6, 7)}, "runs over a batch row of 4 tokens; end documents at the"),
+    (
+        {"token_index_k": lambda old: ints(4, 5, 4, 5, 6, 7)},
+        "has its queries in batch row 0 and its keys in batch row 1",
+    ),
+    ({"diagonal_offsets": lambda old: ints(1, 0)}, r"document 0 has gaps, 2 queries .*must be in \[0, 0\], got 1"),
+]
+
+
+@pytest.mark.parametrize("changes,message", BAD_LAYOUTS, ids=[message for _, message in BAD_LAYOUTS])
+def test_layouts_that_somebody_made_by_hand(changes, message):
+    query = torch.randn(2, 2, 4, 8)
+    settings = (True, -1, -1, 0.25, 0.0, "auto")
+    ops.varlen_attention_forward(query, query, query, *changed_layout(), *settings)
+    with pytest.raises(ValueError, match=message):
+        ops.varlen_attention_forward(query, query, query, *changed_layout(**changes), *settings)
+
+
 def test_an_unknown_instruction_set_is_refused():
     before = ops.cpu_isa()
     with pytest.raises(ValueError, match=r"avx9000.*scalar"):
@@ -120,6 +162,12 @@ def test_work_items_are_timed():
         assert min(seconds) > 0
 
 
+def packed_varlen(query, key, value, **options):
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    offsets = torch.tensor([0, query.shape[0]])
+    return packed_sdpa.varlen_attention(query, key, value, offsets, offsets, **options)
+
+
 # ruff: noqa: E501
 REFUSALS = [
     (lambda q, k, v, layout: packed_attention(q, k, v, layout, dropout_p=float("nan")), ValueError, r"dropout_p must be in \[0, 1\), got nan"),
@@ -127,6 +175,17 @@ REFUSALS = [
     (lambda q, k, v, layout: packed_attention(q, k, v, layout, window_size=(-2, -1)), ValueError, r"window_size\[0\] must be -1 \(unlimited\) or at least 0, got -2"),
     (lambda q, k, v, layout: packed_attention(q, k, v, layout, window_size=(1, 2)), ValueError, r"window_size\[1\] must be -1 or 0 when is_causal, got 2"),
     (lambda q, k, v, layout: packed_attention(q, k, v, layout, scale=float("inf")), ValueError, "scale must be finite, got inf"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, scale="1"), TypeError, r"scale must be a number, or None for D \*\* -0\.5, got '1'; convert it with float"),
+    (lambda q, k, v, layout: packed_attention(q, k, v, layout, dropout_p=None), TypeError, r"dropout_p must be a number in \[0, 1\), got None; convert it with float"),
+    (lambda q, k, v, layout: packed_sdpa.explain(q, k, v, layout, dropout_p="0"), TypeError, r"dropout_p must be a number in \[0, 1\), got '0'"),
+    (lambda q, k, v, layout: packed_varlen(q, k, v, scale=[1]), TypeError, r"scale must be a number, or None for D \*\* -0\.5, got \[1\]; convert"),
+    (lambda q, k, v, layout: packed_varlen(q, k, v, dropout_p="0"), TypeError, r"dropout_p must be a number in \[0, 1\), got '0'; convert"),
+    (lambda q, k, v, layout: packed_varlen(q, k, v, window_size=3), TypeError, "window_size must be two ints .*, got 3"),
+    (lambda q, k, v, layout: packed_varlen(q, k, v, is_causal=1), TypeError, "is_causal must be True or False, got 1"),
+    (lambda q, k, v, layout: packed_varlen(q, k, v, backend=3), TypeError, "backend must be a name such as 'auto', got 3"),
+    (lambda q, k, v, layout: packed_attention(q[0], k[0], v[0], layout), ValueError, r"query and key must be 4-D \[B, H, S, D\], got shapes"),
+    (lambda q, k, v, layout: ops.enter_scope(0, 0), ValueError, r"attachment must be positive, got 0; take one from new_attachment\(\)"),
+    (lambda q, k, v, layout: ops.enter_scope(1, 1 << 60), RuntimeError, "documents 1152921504606846976 are not alive any more"),
     (lambda q, k, v, layout: packed_attention(q, k, v, layout, backend="nope"), ValueError, "backend must be one of auto, cpu.*got 'nope'"),
     (lambda q, k, v, layout: packed_attention(q, k, v, layout, is_causal=None), TypeError, "is_causal must be True or False, got None"),
     (lambda q, k, v, layout: packed_attention(q, k, v, layout, window_size=(1, 2, 3)), TypeError, "window_size must be two ints"),
@@ -144,6 +203,10 @@ REFUSALS = [
     (lambda q, k, v, layout: packed_attention(q, k, v, PackedLayout.from_seqlens([3])), ValueError, "layout is for B 1, 3 query rows and 3 key rows"),
     (lambda q, k, v, layout: packed_sdpa.varlen_attention(q, k, v, torch.tensor([0, 3]), torch.tensor([0, 3])), ValueError, r"query must be 3-D \[T, H, D\]"),
     (lambda q, k, v, layout: packed_sdpa.explain(q, k, v, layout, backend="nope"), ValueError, "backend must be one of auto, cpu"),
+    (lambda q, k, v, layout: packed_attention(q, k.to("meta"), v, layout), ValueError, "must be on one device, got cpu, meta and cpu; move them to one"),
+    (lambda q, k, v, layout: PackedLayout.from_seqlens(torch.ones(2, 2).long()), ValueError, r"seqlens must be 1-D, got shape \[2, 2\]"),
+    (lambda q, k, v, layout: PackedLayout.from_cu_seqlens(torch.ones(2, 2).long(), torch.tensor([0, 2])), ValueError, r"cu_seqlens_q must be 1-D, got shape \[2, 2\]"),
+    (lambda q, k, v, layout: PackedLayout.from_cu_seqlens(torch.empty(0).long(), torch.empty(0).long()), ValueError, r"cu_seqlens_q must be 1-D with at least one entry \(the leading 0\), got shape \[0\]"),
     (lambda q, k, v, layout: PackedLayout.from_doc_ids(torch.empty(3, dtype=torch.long, device="meta")), ValueError, "doc_ids is on the meta device, which holds no values"),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from packed_models import ALL_KINDS, Model, assert_gradients, one_torch_thread  # noqa: F401
+from packed_models import ALL_KINDS, Model, OwnCheckpoint, assert_gradients, one_torch_thread  # noqa: F401
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments
 from packed_sdpa.hooks import (
@@ -444,57 +444,203 @@ def test_an_overwritten_buffer_of_a_recomputed_scope():
         loss.backward()
 
 
-def test_the_65th_reentrant_forward_is_told():
+def test_any_number_of_reentrant_forwards_in_flight():
     model = hooked("reentrant", num_layers=1)
-    first = run_forward(model, batch(0), SPLITS[0])
-    for seed in range(70):
-        run_forward(model, batch(seed), SPLITS[seed % 2])
-    with pytest.raises(RuntimeError, match="documents of the forward that is recomputed are gone: more than 64"):
-        first.backward()
+    forwards = [(batch(seed), SPLITS[seed % 3]) for seed in range(70)]
+    expected = expected_gradients(model, forwards)
+    losses = [run_forward(model, *forward) for forward in forwards]
+    disable_cp1_packed_varlen()
+    for loss in losses:
+        loss.backward()
+    assert_gradients(model.gradients(), expected, "70 in flight")
 
 
 # What is kept alive.
 
 
-KEPT_BY_GRAPH = (
-    "none",
-    "non_reentrant",
-    "part_non_reentrant",
-    "nested_nn",
-    "sequential_n",
-    "selective",
-    "early_stop_off",
-)
+class SetupContextCheckpoint(torch.autograd.Function):
+    """A recompute scheme whose forward is not given its context, so nothing of it can be found while it runs."""
+
+    @staticmethod
+    def forward(module, x):
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.module = inputs[0]
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.module(x)
+        torch.autograd.backward(out, grad)
+        return None, x.grad
+
+
+class DecoratedCheckpoint(OwnCheckpoint):
+    forward = staticmethod(torch.amp.custom_fwd(OwnCheckpoint.forward, device_type="cpu"))
+
+
+def alive(references):
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+def alive_in_cpp(numbers):
+    """Documents whose C++ part is alive, whoever keeps it."""
+    count = 0
+    for number in numbers:
+        try:
+            ops.find_documents(number)
+        except RuntimeError as error:
+            assert f"documents {number} are not alive any more" in str(error)
+        else:
+            count += 1
+    return count
+
+
+class Seen:
+    """Weak references to what was in force, in Python and in C++."""
+
+    def __init__(self):
+        self.references = []
+        self.numbers = []
+
+    def add(self, documents):
+        self.references.append(weakref.ref(documents))
+        self.numbers.append(documents.id)
+
+    @property
+    def alive(self):
+        gc.collect()
+        return alive(self.references), alive_in_cpp(self.numbers)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_nothing_is_kept_alive_after_backward(kind):
     model = hooked(kind)
-    alive = []
+    seen = Seen()
+    losses = []
     for seed in range(3):
-        loss = run_forward(model, batch(seed), SPLITS[seed])
-        alive.append(weakref.ref(_PACKED_STATE.get()))
-        loss.backward()
-        del loss
+        losses.append(run_forward(model, batch(seed), SPLITS[seed]))
+        seen.add(_PACKED_STATE.get())
     disable_cp1_packed_varlen()
-    gc.collect()
-    kept = [reference() for reference in alive if reference() is not None]
-    assert not kept or kind not in KEPT_BY_GRAPH  # else by the ring of 64: their regions run without a graph
-    redirects, scopes = ops.state_statistics()[2:4]
-    assert (redirects, scopes) == (0, 0)
+    assert seen.alive == (3, 3)  # by their graphs
+    while losses:
+        losses.pop().backward()
+        assert seen.alive == (len(losses), len(losses))
+    assert ops.state_statistics()[2:4] == [0, 0]  # redirects, scopes
 
 
-def test_the_graph_keeps_the_documents_until_backward():
-    model = hooked("non_reentrant")
-    loss = run_forward(model, batch(1), SPLITS[0])
-    alive = weakref.ref(_PACKED_STATE.get())
-    disable_cp1_packed_varlen()
-    gc.collect()
-    assert alive() is not None
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_nothing_is_kept_alive_after_the_backward_of_an_attached_forward(kind):
+    model, attachment = attached(kind)
+    seen = Seen()
+    losses = []
+    for seed in range(3):
+        documents = ArmedDocuments(SPLITS[seed])
+        seen.add(documents)
+        losses.append(run_scoped(documents, attachment, model, (batch(seed),), {}).square().sum())
+        del documents
+    assert seen.alive == (3, 3)
+    while losses:
+        backward = losses.pop().backward
+        in_thread(backward)
+        del backward
+        assert seen.alive == (len(losses), len(losses))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("in_scope", [False, True])
+def test_nothing_is_kept_alive_by_a_forward_that_was_recomputed_as_a_whole(use_reentrant, in_scope):
+    """What the recompute itself armed, or ran under, ends with the backward: also when no call of ours follows it."""
+    model, attachment = attached("none") if in_scope else (hooked("none"), 0)
+    seen = Seen()
+
+    def forward(x):
+        documents = ArmedDocuments(SPLITS[0])
+        seen.add(documents)
+        if in_scope:
+            return run_scoped(documents, attachment, model, (x,), {}).square().sum()
+        _PACKED_STATE.set(documents)
+        return model(x).square().sum()
+
+    loss = checkpoint(forward, batch(1).requires_grad_(), use_reentrant=use_reentrant)
     loss.backward()
+    disable_cp1_packed_varlen()
+    assert len(seen.numbers) == 2
     del loss
+    assert seen.alive == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_an_evaluation_keeps_nothing(kind):
+    model = hooked(kind)
+    seen = Seen()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            run_forward(model, batch(1), SPLITS[0])
+        seen.add(_PACKED_STATE.get())
+    disable_cp1_packed_varlen()
+    assert seen.alive == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "nested_rr", "nested_rn", "nested_nr", "own_function"])
+def test_a_graph_that_is_kept_keeps_its_documents(kind):
+    """retain_graph, and a graph whose parts get backwards of their own."""
+    model = hooked(kind, num_layers=2)
+    forward = (batch(1), SPLITS[0])
+    expected = expected_gradients(model, [forward, forward])
+    loss = run_forward(model, *forward)
+    disable_cp1_packed_varlen()
+    loss.backward(retain_graph=True)
     gc.collect()
-    assert alive() is None
+    loss.backward()
+    assert_gradients(model.gradients(), expected, kind)
+
+
+@pytest.mark.parametrize("checkpointed", [OwnCheckpoint.apply, DecoratedCheckpoint.apply], ids=["own", "decorated"])
+def test_own_functions_keep_their_documents(checkpointed):
+    model = hooked("none", num_layers=1)
+    forward = (batch(1).requires_grad_(), SPLITS[0])
+    expected = expected_gradients(model, [forward])
+    arm(SPLITS[0])
+    seen = Seen()
+    seen.add(_PACKED_STATE.get())
+    loss = checkpointed(model, forward[0]).square().sum()
+    disable_cp1_packed_varlen()
+    assert seen.alive == (1, 1)
+    loss.backward()
+    assert_gradients(model.gradients(), expected, "own function")
+    del loss
+    assert seen.alive == (0, 0)
+
+
+@pytest.mark.parametrize("later", [15, 16])
+def test_a_function_without_a_context_has_the_last_16_documents(later):
+    """The bound of the one ring that there is."""
+    model = hooked("none", num_layers=1)
+    forward = (batch(1).requires_grad_(), SPLITS[0])
+    expected = expected_gradients(model, [forward])
+    seen = Seen()
+    losses = []
+    for index in range(1 + later):
+        arm(SPLITS[index % 2])
+        seen.add(_PACKED_STATE.get())
+        losses.append(SetupContextCheckpoint.apply(model, forward[0]).square().sum())
+    disable_cp1_packed_varlen()
+    gc.collect()
+    assert alive_in_cpp(seen.numbers) == 16
+    if later == 15:
+        losses[0].backward()
+        assert_gradients(model.gradients(), expected, "setup_context")
+    else:
+        with pytest.raises(RuntimeError, match=r"are gone: .*with setup_context.*16 later ones.* Arm \(or call"):
+            losses[0].backward()
 
 
 def test_a_failed_backward_leaves_no_redirect():

@@ -184,6 +184,42 @@ def test_bad_dropout(dropout_p):
         _packed_varlen_sdpa(*qkv(), dropout_p=dropout_p)
 
 
+@pytest.mark.parametrize("value", ["0.5", [0.5], torch.ones(2), 1j])
+def test_scale_and_dropout_of_another_type(value):
+    enable_cp1_packed_varlen(IDS, "flash")
+    cure = "multiply query by it" if isinstance(value, torch.Tensor) else "convert it with float"
+    with pytest.raises(TypeError, match=rf"scale must be a number, or None for D \*\* -0\.5, got .*; {cure}"):
+        _packed_varlen_sdpa(*qkv(), scale=value)
+    with pytest.raises(TypeError, match=r"dropout_p must be a number in \[0, 1\), got .*; convert it with float"):
+        _packed_varlen_sdpa(*qkv(), dropout_p=value)
+    with pytest.raises(TypeError, match=r"dropout_p must be a number in \[0, 1\), got None"):
+        _packed_varlen_sdpa(*qkv(), dropout_p=None)
+
+
+def test_a_scale_whose_gradient_would_be_lost():
+    enable_cp1_packed_varlen(IDS, "flash")
+    query, key, value = qkv()
+    scale = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(TypeError, match=r"scale must be a number.*requires_grad=True.*; multiply query by it instead"):
+        _packed_varlen_sdpa(query, key, value, scale=scale)
+    for taken in (scale.detach(), torch.tensor(0.5).numpy()[()], 0.5):  # as stock
+        out = _packed_varlen_sdpa(query, key, value, scale=taken)
+        torch.testing.assert_close(out, expected(query, key, value, scale=0.5))
+
+
+def test_what_stock_takes_but_cannot_be_packed():
+    """Armed, a call that stock took is not handed on as if it had been packed."""
+    query, key, value = qkv()
+    value = value.float()
+    enable_cp1_packed_varlen(IDS, "flash")
+    same_failure(_packed_varlen_sdpa, *(part.to("meta") for part in (query, key, value)))
+    refused = r"must be float32, .* to be packed; got torch\.float64 \[1, 4, 8, 8\] on cpu.*; convert them, or disarm"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed.interception, "call_outside", lambda *args, **kwargs: query)
+        with pytest.raises(TypeError, match=refused):
+            _packed_varlen_sdpa(query, key, value)
+
+
 @pytest.mark.parametrize("scale", [None, 1.0, 0.05])
 def test_case_21_scale(scale):
     enable_cp1_packed_varlen(IDS, "flash")
@@ -251,7 +287,7 @@ def test_general_entry_at_an_offset():
     value = torch.arange(8.0, dtype=torch.float64).view(1, 1, 8, 1)
     out = _cp_blockdiag_varlen(query, key, value, torch.ones(8, dtype=torch.int64), 4, None, "te")
     assert out.flatten().tolist() == pytest.approx([2, 2.5, 3, 3.5])
-    with pytest.raises(ValueError, match=r"attn_backend must be one of flash, te, dense .*, got 'nope'"):
+    with pytest.raises(ValueError, match=r"^backend must be one of flash, te, dense .*, got 'nope'; give one of these"):
         _cp_blockdiag_varlen(query, key, value, torch.ones(8, dtype=torch.int64), 4, None, "nope")
     with pytest.raises(ValueError, match="rows must be in"):
         _cp_blockdiag_varlen(query, key, value, torch.ones(8, dtype=torch.int64), 6, None, "flash")

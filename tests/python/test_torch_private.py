@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from packed_sdpa import _torch_private, packed
@@ -64,6 +65,48 @@ def test_metadata_lives_with_the_node():
     assert _torch_private.node_metadata(x) is None
 
 
+def test_the_metadata_of_functions_whose_forward_runs():
+    seen = []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, inner):
+            if inner is not None:
+                return inner.apply(x, None)
+            for metadata in _torch_private.metadata_of_running_functions():
+                if metadata is not None:
+                    metadata["packed_sdpa_test"] = len(seen)
+                seen.append(metadata is not None)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    class Decorated(Function):
+        forward = staticmethod(torch.amp.custom_fwd(Function.forward, device_type="cpu"))
+
+    class WithoutContext(Function):
+        forward = staticmethod(lambda x, inner: Function.forward(None, x, inner))
+        setup_context = staticmethod(lambda ctx, inputs, output: None)
+
+    x = torch.ones(2, requires_grad=True)
+    assert list(_torch_private.metadata_of_running_functions()) == []
+    for outer, inner, found, number in (
+        (Function, None, [True], 0),
+        (Decorated, None, [True], 0),
+        (Function, Decorated, [True, True], 1),
+        (WithoutContext, None, [False], None),
+        (Function, WithoutContext, [False, True], 1),
+    ):
+        seen.clear()
+        y = outer.apply(x, inner)
+        assert seen == found, CHANGED + "torch.autograd.Function.apply calls forward"
+        metadata = _torch_private.node_metadata(y)
+        assert metadata.get("packed_sdpa_test") == number, CHANGED + "a forward's context is its node"
+    assert list(_torch_private.metadata_of_running_functions()) == []
+
+
 def test_sequence_numbers_count_nodes():
     """What the timeline stands on: public in C++, but not promised."""
     x = torch.ones(2, requires_grad=True)
@@ -91,3 +134,52 @@ def test_a_python_function_is_made_before_its_forward_runs():
     y = Twice.apply(torch.ones(2, requires_grad=True))
     assert y.grad_fn._sequence_nr() == seen[0] - 1, CHANGED + "when a Python function's node is made"
     assert y.grad_fn.name() == "TwiceBackward", CHANGED + "names of Python functions' nodes"
+
+
+def test_tracers_are_told_apart():
+    seen = []
+
+    def function(x):
+        seen.append(_torch_private.tracer())
+        return x * 2
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    x = torch.ones(2)
+    function(x)
+    assert seen == [None]
+    for name, trace in {
+        "make_fx": lambda: make_fx(function)(x),
+        "torch.export": lambda: torch.export.export(Module(), (x,), strict=False),
+        "torch.jit.trace": lambda: torch.jit.trace(function, (x,), check_trace=False),
+    }.items():
+        seen.clear()
+        trace()
+        assert set(seen) == {name}, CHANGED + f"how {name} is told"
+    seen.clear()
+    function(x)
+    assert seen == [None]
+
+
+def test_func_transforms_are_told_and_taken_off():
+    seen = []
+
+    def function(x, ids):
+        seen.append(_torch_private.in_func_transform())
+        seen.append(_torch_private.without_func_wrapper(ids))
+        with _torch_private.without_func_transforms():
+            seen.append(type(torch.arange(3) + 1))
+        return x.sum()
+
+    x, ids = torch.ones(2), torch.ones(2, 3)
+    function(x, ids)
+    assert seen[0] is False and seen[1] is ids, CHANGED + "_are_functorch_transforms_active"
+    seen.clear()
+    torch.func.grad(lambda x: function(x, x))(x)
+    assert seen[0] is True and seen[1] is x, CHANGED + "get_unwrapped"
+    assert seen[2] is torch.Tensor, CHANGED + "_DisableFuncTorch"
+    seen.clear()
+    torch.func.vmap(lambda ids: function(x, ids))(ids)
+    assert seen[:2] == [True, None], CHANGED + "is_batchedtensor"

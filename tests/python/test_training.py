@@ -347,3 +347,56 @@ def test_autocast():
         with packed_sdpa.attach(model, strict=True):
             logits = model(**batch).logits
     assert logits.dtype == expected.dtype and difference(logits.float(), expected.float()) < 5e-2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_adapters_on_a_frozen_model_with_checkpointing(route, use_reentrant):
+    """As PEFT trains: only the adapters have gradients, and the embeddings' output is made to require one."""
+    model = ARCHITECTURES["llama"].make().train().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LoraLinear(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = LoraLinear(layer.self_attn.v_proj)
+    model.enable_input_require_grads()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * 2
+    batches = [packed_batch(seed=seed) for seed in range(2)]
+
+    def backward(*outputs):
+        for parameter in trained:
+            parameter.grad = None
+        for logits in outputs:
+            logits.square().sum().backward()
+        return [parameter.grad for parameter in trained]
+
+    expected = backward(*(each_alone(model, batch) for batch in batches))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    with packed_sdpa.attach(PeftLike(model), route=route, strict=True):
+        outputs = [model(**batch).logits for batch in batches]
+        got = backward(*outputs)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert float((ours - theirs).abs().max()) < 1e-10 * max(1.0, float(theirs.abs().max()))
+
+
+class PromptLike(PeftLike):
+    """Puts learned rows before those that it was given, as prompt tuning does."""
+
+    def __init__(self, model, rows=3):
+        super().__init__(model)
+        self.prompt = nn.Parameter(torch.randn(1, rows, model.config.hidden_size).double())
+
+    def forward(self, input_ids, position_ids=None, **kwargs):
+        rows = torch.cat([self.prompt, self.base_model.get_input_embeddings()(input_ids)], 1)
+        return self.base_model(inputs_embeds=rows, **kwargs)
+
+
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_rows_that_a_wrapper_adds_are_not_packed_in_silence(route):
+    wrapped = PromptLike(ARCHITECTURES["llama"].make())
+    batch = packed_batch()
+    stock = wrapped(**batch).logits
+    named = r"layers\.0\.self_attn \(LlamaAttention\) ran in a packed forward without packed attention: .*(S 25|length)"
+    with packed_sdpa.attach(wrapped, route=route), pytest.warns(UserWarning, match=named):
+        assert torch.equal(wrapped(**batch).logits, stock)
+    with packed_sdpa.attach(wrapped, route=route, strict=True), pytest.raises(packed_sdpa.NotTakenError, match=named):
+        wrapped(**batch)
