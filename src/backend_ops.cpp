@@ -29,14 +29,12 @@ std::vector<std::vector<std::string>> explain_op(const at::Tensor& query, const 
                                                  const at::Tensor& value, at::TensorList layout,
                                                  bool is_causal, int64_t window_left, int64_t window_right,
                                                  double dropout_p, std::string_view backend) {
-  TORCH_CHECK_VALUE(layout.size() == 6, "layout must be the 6 tensors of PackedLayout.tensors(), got ",
-                    layout.size());
   AttentionCall call;
   call.query = as_computed(query);
   call.key = as_computed(key);
   call.value = as_computed(value);
   checks::attention_inputs(call.query, call.key, call.value);
-  call.layout = {layout[0], layout[1], layout[2], layout[3], layout[4], layout[5]};
+  call.layout = checks::layout_list(layout);
   call.mask = {is_causal, window_left, window_right};
   call.dropout_p = dropout_p;
   checks::mask(call.mask);

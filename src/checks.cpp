@@ -20,7 +20,10 @@ bool is_integral_or_bool(c10::ScalarType dtype) {
   return c10::isIntegralType(dtype, /*includeBool=*/true);
 }
 
-void offsets_sorted(const int32_t* values, int64_t count, const char* argument) {
+template <typename Offset>
+void from_zero_ascending(const Offset* values, int64_t count, const char* argument) {
+  TORCH_CHECK_VALUE(values[0] == 0, argument, " must start at 0, got ", values[0],
+                    "; give cumulative lengths: 0, n0, n0 + n1, ...");
   for (int64_t d = 1; d < count; ++d) {
     TORCH_CHECK_VALUE(values[d] >= values[d - 1], argument, " must not decrease, but entry ", d, " is ",
                       values[d], " after ", values[d - 1], "; give cumulative lengths: 0, n0, n0 + n1, ...");
@@ -87,12 +90,7 @@ void offsets(const at::Tensor& host_offsets, const char* argument, int64_t total
   const at::Tensor as_long = host_offsets.to(at::kLong).contiguous();
   const int64_t* values = as_long.const_data_ptr<int64_t>();
   const int64_t count = as_long.numel();
-  TORCH_CHECK_VALUE(values[0] == 0, argument, " must start at 0, got ", values[0],
-                    "; give cumulative lengths: 0, n0, n0 + n1, ...");
-  for (int64_t d = 1; d < count; ++d) {
-    TORCH_CHECK_VALUE(values[d] >= values[d - 1], argument, " must not decrease, but entry ", d, " is ",
-                      values[d], " after ", values[d - 1], "; give cumulative lengths: 0, n0, n0 + n1, ...");
-  }
+  from_zero_ascending(values, count, argument);
   TORCH_CHECK_VALUE(values[count - 1] <= total, argument, " ends at ", values[count - 1],
                     " but there are only ", total, " tokens; the last offset must not pass the token count");
 }
@@ -117,6 +115,8 @@ void token_index(const at::Tensor& index, const at::Tensor& offsets, const char*
     return;
   }
   const int32_t* rows_of = index.const_data_ptr<int32_t>();
+  bool in_order = true;  // over all documents: then no two share a row
+  int64_t last_before = -1;
   for (int64_t d = 0; d < num_documents; ++d) {
     const int64_t begin = cu_seqlens[d];
     const int64_t end = cu_seqlens[d + 1];
@@ -130,7 +130,23 @@ void token_index(const at::Tensor& index, const at::Tensor& offsets, const char*
                       " to ", last, " outside the ", batch * rows, " rows of the batch");
     TORCH_CHECK_VALUE(first / rows == last / rows, argument, ": document ", d, " (rows ", first, " to ", last,
                       ") runs over a batch row of ", rows, " tokens; end documents at the end of their row");
+    in_order = in_order && first > last_before;
+    last_before = last;
   }
+  if (in_order) return;
+  std::vector<uint8_t> taken(static_cast<size_t>(batch * rows), 0);
+  for (int64_t t = 0; t < total; ++t) {
+    uint8_t& row = taken[static_cast<size_t>(rows_of[t])];
+    TORCH_CHECK_VALUE(row == 0, argument, ": row ", rows_of[t],
+                      " belongs to two documents; give each row to one document");
+    row = 1;
+  }
+}
+
+LayoutTensors layout_list(at::TensorList tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 6, "layout must be the 6 tensors of PackedLayout.tensors(), got ",
+                    tensors.size());
+  return {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5]};
 }
 
 namespace {
@@ -220,9 +236,7 @@ void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q,
   const auto check_side = [&](const at::Tensor& cu_seqlens, const at::Tensor& index, const char* offsets_name,
                               const char* index_name, int64_t rows) {
     const int32_t* values = cu_seqlens.const_data_ptr<int32_t>();
-    TORCH_CHECK_VALUE(values[0] == 0, offsets_name, " must start at 0, got ", values[0],
-                      "; give cumulative lengths: 0, n0, n0 + n1, ...");
-    offsets_sorted(values, cu_seqlens.numel(), offsets_name);
+    from_zero_ascending(values, cu_seqlens.numel(), offsets_name);
     TORCH_CHECK_VALUE(values[num_documents] <= batch * rows, offsets_name, " ends at ", values[num_documents],
                       " but there are only ", batch * rows, " rows; the layout belongs to other tensors");
     token_index(index, cu_seqlens, index_name, batch, rows);

@@ -24,10 +24,12 @@ at::Tensor host_lengths(const at::Tensor& lengths, const char* argument);
 
 // Offsets start at 0, never decrease, end at or before `total`.
 void offsets(const at::Tensor& host_offsets, const char* argument, int64_t total);
-// Flat rows stay in [0, batch * rows), ascend within a document and never leave its batch row. `index` int32
-// [T].
+// Flat rows stay in [0, batch * rows), ascend within a document, never leave its batch row and belong to one
+// document. `index` int32 [T].
 void token_index(const at::Tensor& index, const at::Tensor& offsets, const char* argument, int64_t batch,
                  int64_t rows);
+// The six tensors as they travel through an op's list.
+LayoutTensors layout_list(at::TensorList tensors);
 void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q, int64_t rows_k);
 
 // Options alone: window, dropout, scale, backend name.

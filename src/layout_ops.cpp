@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "checks.h"
 #include "device_layout.h"
 #include "packed_sdpa/layout.h"
 
@@ -36,23 +37,24 @@ std::vector<at::Tensor> layout_from_position_ids(const at::Tensor& position_ids)
   return as_list(PackedLayout::from_position_ids(position_ids).tensors());
 }
 
-LayoutTensors as_layout(at::TensorList tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 6, "a layout has 6 tensors, got ", tensors.size());
-  return {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5]};
+LayoutTensors host_layout(at::TensorList tensors, int64_t batch, int64_t rows_q, int64_t rows_k) {
+  LayoutTensors layout = checks::layout_list(tensors);
+  checks::layout_tensors(layout, batch, rows_q, rows_k);
+  return layout;
 }
 
 // The form for kernels on a device (device_layout.h).
 std::vector<at::Tensor> layout_to_device(at::TensorList tensors, int64_t batch, int64_t rows_q,
                                          int64_t rows_k, at::Device device) {
-  return as_list(device_layout(as_layout(tensors), batch, rows_q, rows_k, device));
+  return as_list(device_layout(host_layout(tensors, batch, rows_q, rows_k), batch, rows_q, rows_k, device));
 }
 
 // Row order to the last row, padding as documents in pieces: on the host, for GraphLayout. Empty list:
 // documents have gaps.
 std::vector<at::Tensor> layout_in_row_order(at::TensorList tensors, int64_t batch, int64_t rows_q,
                                             int64_t rows_k, int64_t piece) {
-  const std::optional<LayoutTensors> form =
-      row_order_layout(as_layout(tensors), batch, rows_q, rows_k, /*to_the_end=*/true, piece, piece);
+  const std::optional<LayoutTensors> form = row_order_layout(
+      host_layout(tensors, batch, rows_q, rows_k), batch, rows_q, rows_k, /*to_the_end=*/true, piece, piece);
   return form ? as_list(*form) : std::vector<at::Tensor>{};
 }
 
@@ -64,7 +66,7 @@ int64_t storage_use_count(const at::Tensor& tensor) {
 // Checks tensors that somebody else made, and gives the dense mask of them.
 at::Tensor layout_mask(at::TensorList tensors, int64_t batch, int64_t rows_q, int64_t rows_k, bool is_causal,
                        int64_t window_left, int64_t window_right) {
-  const PackedLayout layout = PackedLayout::from_tensors(as_layout(tensors), batch, rows_q, rows_k);
+  const PackedLayout layout = PackedLayout::from_tensors(checks::layout_list(tensors), batch, rows_q, rows_k);
   return layout.materialize_mask({is_causal, window_left, window_right});
 }
 

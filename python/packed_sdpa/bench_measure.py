@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packed_sdpa._library import ops
 from packed_sdpa.bench_cases import Case
 from packed_sdpa.bench_contenders import CONTENDERS, Attention
 
 GEMM = "torch.mm"
 GEMM_SIZE = 2048
+TILES = "brgemm tiles"
+_TILE_PRODUCTS, _TILE_FLOPS = 2000, 2.0 * 64 * 128 * 128
 PASSES = ("forward", "forward+backward")
 
 
@@ -73,6 +76,18 @@ def gemm_run(dtype: torch.dtype) -> tuple[Callable[[], float], float]:
     return run, 2.0 * GEMM_SIZE**3
 
 
+def tiles_run(dtype: torch.dtype) -> tuple[Callable[[], float], float] | None:
+    """A run of torch's own 64 x 128 x 128 tile product on one thread, as seconds for all threads' share, and the
+    floating-point operations of all of them; None where torch has no such product for the type or machine."""
+    try:
+        ops.cpu_brgemm_seconds(dtype, 1)
+    except RuntimeError:
+        return None
+    return lambda: ops.cpu_brgemm_seconds(dtype, _TILE_PRODUCTS), (
+        torch.get_num_threads() * _TILE_PRODUCTS * _TILE_FLOPS
+    )
+
+
 def measure_case(
     case: Case,
     dtype: torch.dtype,
@@ -97,17 +112,17 @@ def measure_case(
         else:
             rows += [{**common, "pass": step, "contender": name, "why_not": why_not} for step in PASSES]
     off_by = _differences(functions, query, key, value)
-    mm, mm_flops = gemm_run(dtype)
+    peaks = {GEMM: gemm_run(dtype), **({TILES: tiles} if (tiles := tiles_run(dtype)) is not None else {})}
     for step in PASSES[:1] if forward_only else PASSES:
         backward = step == PASSES[1]
-        runs: dict[str, Callable[[], float]] = {GEMM: mm}
+        runs = {name: peak for name, (peak, _) in peaks.items()}
         for name, function in functions.items():
             if not backward:
                 runs[name] = lambda function=function: timed_forward(function, query, key, value)  # type: ignore[misc]
             elif CONTENDERS[name].has_backward:
                 runs[name] = lambda function=function: timed_both(function, query, key, value, grad_out)  # type: ignore[misc]
         for name, samples in interleave(runs, rounds, seconds_each, on_run).items():
-            flops = mm_flops if name == GEMM else case.useful_flops(backward)
+            flops = peaks[name][1] if name in peaks else case.useful_flops(backward)
             rows.append(
                 {
                     **common,

@@ -13,6 +13,7 @@ CASE_NAMES = ("M1", "M2", "M3", "M4", "M5", "M6", "M7")
 CONTENDER_NAMES = ("packed_sdpa", "loop_expanded", "loop_gqa", "dense", "flex")
 ALL_TRAINING_TOKENS = (4096, 16384)
 ALL_MEMORY = (8192, 16384, 32768, 65536)
+ALL_CORES = 64
 PLOT_FILES = ("kernels.png", "gflops_by_document_length.png", "cost_per_token.png", "memory.png")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
@@ -53,7 +54,9 @@ class BenchOptions:
             sweeps=arguments.sweeps or arguments.all,
             memory=_counts("--memory", arguments.memory) or (ALL_MEMORY if arguments.all else ()),
             overheads=arguments.overheads or arguments.all,
-            simulate_cores=arguments.simulate_cores,
+            simulate_cores=ALL_CORES
+            if arguments.simulate_cores is None and arguments.all
+            else arguments.simulate_cores,
             json=arguments.json,
             plot=arguments.plot,
             markdown=arguments.markdown,
@@ -74,6 +77,11 @@ def check_targets(json: Path | None, markdown: Path | None, plot: Path | None, p
     for flag, file in (("--json", json), ("--markdown", markdown)):
         if file is not None:
             check_file(flag, file)
+    if markdown is not None and markdown.exists():
+        try:
+            markdown.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"--markdown {markdown} is not UTF-8 ({error.reason}); pass another file") from error
     if plot is not None:
         check_folder("--plot", plot, plot_files)
 
@@ -97,7 +105,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", default="", help="also peak memory at so many tokens a row, as 8192,65536")
     parser.add_argument("--overheads", action="store_true", help="also small calls, layout and threads")
     parser.add_argument(
-        "--all", action="store_true", help="all of these but --simulate-cores, as in docs/performance.md"
+        "--all", action="store_true", help="all of these, with 64 simulated cores, as in docs/performance.md"
     )
     parser.add_argument("--simulate-cores", type=int, default=None, help="also the schedule on so many cores")
     parser.add_argument("--json", type=Path, default=None, help="file for every number")

@@ -11,13 +11,14 @@ from rich.table import Table
 
 from packed_sdpa import plots
 from packed_sdpa.bench_contenders import CONTENDERS, LOOPS, OURS
-from packed_sdpa.bench_measure import GEMM, PASSES
+from packed_sdpa.bench_measure import GEMM, PASSES, TILES
 
 Row = dict[str, Any]
 _LEGEND = (
     "Useful operations: 4 Hq D for each query and key it sees, 2.5 times that backward; masked tiles do not count. The "
     "loop is one stock SDPA call a document on tensors cut by `torch.split`; over loop: packed_sdpa over the better of "
-    "the two; torch.mm is 2048 x 2048 x 2048 in the same dtype and run. FlexAttention is compiled and has no backward "
+    "the two; torch.mm is 2048 x 2048 x 2048 in the same dtype and run; brgemm tiles: one thread's rate of torch's own "
+    "64 x 128 x 128 tile product out of its cache, times the threads. FlexAttention is compiled and has no backward "
     "on CPU."
 )
 _BEGIN, _END = "<!-- bench: begin -->", "<!-- bench: end -->"
@@ -35,7 +36,7 @@ def kernel_grid(rows: Iterable[Row], dtype: str, step: str) -> Grid:
     """Useful GFLOP/s of one dtype and pass: a line a case, with ours over the better loop and over torch.mm."""
     chosen = [row for row in rows if row["dtype"] == dtype and row["pass"] == step]
     names = [name for name in CONTENDERS if any(row["contender"] == name for row in chosen)]
-    head = ("case", *(CONTENDERS[name].title for name in names), GEMM, "over loop", "of torch.mm")
+    head = ("case", *(CONTENDERS[name].title for name in names), GEMM, TILES, "over loop", "of torch.mm")
     lines = []
     for case in dict.fromkeys(row["case"] for row in chosen):
         speed = {row["contender"]: row["gflops"] for row in chosen if row["case"] == case and "gflops" in row}
@@ -45,7 +46,7 @@ def kernel_grid(rows: Iterable[Row], dtype: str, step: str) -> Grid:
         lines.append(
             (
                 case if title == case else f"{case} {title}",
-                *(_speed(speed.get(name)) for name in (*names, GEMM)),
+                *(_speed(speed.get(name)) for name in (*names, GEMM, TILES)),
                 f"{ours / max(loops):.2f}x" if ours and loops else "-",
                 f"{ours / speed[GEMM]:.0%}" if ours and GEMM in speed else "-",
             )

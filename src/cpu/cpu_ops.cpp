@@ -43,13 +43,11 @@ std::vector<double> cpu_work_item_seconds(const at::Tensor& query, const at::Ten
                                           int64_t window_left, int64_t window_right, bool backward) {
   checks::attention_inputs(query, key, value);
   TORCH_CHECK_VALUE(query.is_cpu(), "query must be on the CPU, got ", query.device());
-  TORCH_CHECK_VALUE(layout.size() == 6, "layout must be the 6 tensors of PackedLayout.tensors(), got ",
-                    layout.size());
   AttentionCall call;
   call.query = query;
   call.key = key;
   call.value = value;
-  call.layout = {layout[0], layout[1], layout[2], layout[3], layout[4], layout[5]};
+  call.layout = checks::layout_list(layout);
   call.mask = {is_causal, window_left, window_right};
   call.scale = 1.0 / std::sqrt(static_cast<double>(query.size(3)));
   checks::mask(call.mask);

@@ -19,6 +19,7 @@ struct CpuKernels {
 namespace scalar {
 CpuKernels kernels(ScalarType dtype);
 }
+#if defined(__x86_64__)
 namespace avx2 {
 CpuKernels kernels(ScalarType dtype);
 }
@@ -31,5 +32,6 @@ CpuKernels kernels(ScalarType dtype);
 namespace amx {
 CpuKernels kernels(ScalarType dtype);
 }
+#endif
 
 }  // namespace packed_sdpa::cpu

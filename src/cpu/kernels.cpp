@@ -8,6 +8,7 @@ namespace packed_sdpa::cpu {
 namespace {
 
 CpuKernels select(CpuIsa isa, ScalarType dtype) {
+#if defined(__x86_64__)
   using Kernels = CpuKernels (*)(ScalarType);
   static constexpr Kernels kSets[] = {&scalar::kernels, &avx2::kernels, &avx512::kernels,
                                       &avx512_bf16::kernels, &amx::kernels};
@@ -15,6 +16,9 @@ CpuKernels select(CpuIsa isa, ScalarType dtype) {
     const CpuKernels kernels = kSets[set](dtype);
     if (kernels.forward != nullptr) return kernels;
   }
+#else
+  static_cast<void>(isa);  // only the scalar set is ever detected
+#endif
   return scalar::kernels(dtype);
 }
 

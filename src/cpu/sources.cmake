@@ -8,8 +8,12 @@ set(PACKED_SDPA_CPU_KERNEL_SOURCES
   src/cpu/scratch.cpp
   src/cpu/tiled.cpp
   src/cpu/work_items.cpp
-  src/cpu/x86/amx.cpp
-  src/cpu/x86/avx2.cpp
-  src/cpu/x86/avx512.cpp
-  src/cpu/x86/avx512_bf16.cpp
 )
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(APPEND PACKED_SDPA_CPU_KERNEL_SOURCES
+    src/cpu/x86/amx.cpp
+    src/cpu/x86/avx2.cpp
+    src/cpu/x86/avx512.cpp
+    src/cpu/x86/avx512_bf16.cpp
+  )
+endif()

@@ -55,13 +55,18 @@ std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, in
   std::vector<WorkItem> items;
   for (const int32_t d : long_documents) {
     const int64_t blocks = (size_of(documents[static_cast<size_t>(d)]) + block_size - 1) / block_size;
-    for (int32_t head = 0; head < num_kv_heads; ++head) {
-      for (int32_t i = 0; i < blocks; ++i) {
-        // Causal forward: late query blocks see the most keys, so they come first. Backward: key block 0 is
-        // seen by the most queries, and block j adds to dQ after block j - 1.
-        const int32_t block = split_by == SplitBy::kQueries ? static_cast<int32_t>(blocks) - 1 - i : i;
-        items.push_back({d, d + 1, head, head + 1, block});
+    const int32_t num_blocks = static_cast<int32_t>(blocks);
+    if (split_by == SplitBy::kQueries) {
+      // Causal: late blocks see the most keys, so they come first.
+      for (int32_t block = num_blocks - 1; block >= 0; --block) {
+        for (int32_t head = 0; head < num_kv_heads; ++head)
+          items.push_back({d, d + 1, head, head + 1, block});
       }
+      continue;
+    }
+    // Key block 0 is seen by the most queries, and block j adds to dQ after block j - 1.
+    for (int32_t head = 0; head < num_kv_heads; ++head) {
+      for (int32_t block = 0; block < num_blocks; ++block) items.push_back({d, d + 1, head, head + 1, block});
     }
   }
   const int64_t run_size = std::max<int64_t>(1, block_size / num_kv_heads);

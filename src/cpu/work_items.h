@@ -31,7 +31,9 @@ enum class SplitBy : int8_t { kQueries, kKeys };
 
 // Documents longer than block_size (in queries or keys) are cut into blocks; shorter ones stay whole and
 // share an item with their neighbours, and with the other key/value heads, up to the size of a block: the
-// heads of a token lie side by side in memory, so going through them together meets each page once. Long
+// heads of a token lie side by side in memory, so going through them together meets each page once. For the
+// same reason the key/value heads of a block of queries follow each other; blocks of keys go head by head,
+// because each needs the block before it (GradQuerySum), whose float sums live until its head is done. Long
 // documents come first, so that the tail of a call is made of small items.
 std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, int64_t num_kv_heads,
                                       SplitBy split_by, int64_t block_size);

@@ -11,7 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from packed_sdpa import bench, bench_cases, bench_measure, bench_overheads, bench_report, bench_schedule, cli
+from packed_sdpa import bench, bench_cases, bench_measure, bench_overheads, bench_report, bench_schedule, cli, host
+from packed_sdpa._library import ops
 from packed_sdpa.bench_cases import Case
 from packed_sdpa.bench_contenders import CONTENDERS, dense_mask
 from packed_sdpa.bench_options import CASE_NAMES, CONTENDER_NAMES, PLOT_FILES, BenchOptions, check_targets
@@ -19,6 +20,8 @@ from packed_sdpa.errors import InputError
 
 TINY = Case("T", "tiny", num_heads=4, num_kv_heads=2, head_dim=8, seqlens=(5, 1, 9))
 TINY_WINDOW = replace(TINY, name="TW", window_left=2)
+# torch has its tile product in both types where the processor has bfloat16 instructions.
+HAS_TILES = "avx512_bf16" in host.available_cpu_isas()
 STAY = tuple(name for name in CONTENDER_NAMES if name != "flex")
 
 
@@ -75,11 +78,27 @@ def test_rows_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_measure, "GEMM_SIZE", 64)
     rows = bench_measure.measure_case(TINY, torch.float32, STAY, rounds=2, seconds_each=60.0, forward_only=False)
     assert {(row["contender"], row["pass"]) for row in rows} == {
-        (name, step) for name in (*STAY, bench_measure.GEMM) for step in bench_measure.PASSES
+        (name, step)
+        for name in (*STAY, bench_measure.GEMM, *([bench_measure.TILES] if HAS_TILES else []))
+        for step in bench_measure.PASSES
     }
     for row in rows:
         assert row["runs"] == 3 and row["seconds"] > 0 and row["gflops"] > 0
         assert row["off_by"] < 1e-5
+
+
+def test_tile_products_of_torch() -> None:
+    if not HAS_TILES:
+        assert bench_measure.tiles_run(torch.bfloat16) is None
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        tiles = bench_measure.tiles_run(dtype)
+        assert tiles is not None
+        run, flops = tiles
+        assert run() > 0.0 and flops == torch.get_num_threads() * 2000 * 2 * 64 * 128 * 128
+    assert bench_measure.tiles_run(torch.float16) is None
+    with pytest.raises(NotImplementedError, match="measured in float32 and bfloat16, got Half"):
+        ops.cpu_brgemm_seconds(torch.float16, 1)
 
 
 def test_interleaving_takes_turns_drops_the_warm_up_and_lets_the_slow_sit_out() -> None:
@@ -128,6 +147,9 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     check_targets(tmp_path / "file", tmp_path / "new" / "page.md", None, ())
     assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
+    (tmp_path / "file").write_bytes(b"\xff\xfe mine")
+    with pytest.raises(InputError, match=r"--markdown .*file is not UTF-8 \(invalid start byte\); pass another file"):
+        bench.run_bench(BenchOptions(markdown=tmp_path / "file"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kernels.png"]
 
 

@@ -7,9 +7,9 @@
 #include "cpu/target_region.h"
 #include "cpu/tiled.h"
 
-#if defined(__x86_64__)
-
 PACKED_SDPA_BEGIN_TARGET("avx2,fma,f16c")
+
+#define PACKED_SDPA_SET "avx2"
 
 namespace packed_sdpa::cpu::avx2 {
 namespace {
@@ -28,59 +28,15 @@ constexpr int64_t kMicroVecs = 2;
 #include "cpu/generic/engine_f32-inl.h"
 #include "cpu/generic/forward-inl.h"
 #include "cpu/generic/backward-inl.h"
+#include "cpu/generic/float_kernels-inl.h"
 // clang-format on
-
-const char* forward_f32(const ForwardParams& params, Executor& executor) {
-  run_forward<EngineF32, float>(params, executor);
-  return "avx2::forward_f32_tile96x64";
-}
-const char* backward_f32(const BackwardParams& params, Executor& executor) {
-  run_backward<EngineF32, float>(params, executor);
-  return "avx2::backward_f32_tile48x64";
-}
-const char* forward_bf16(const ForwardParams& params, Executor& executor) {
-  run_forward<EngineF32, BFloat16>(params, executor);
-  return "avx2::forward_bf16_as_f32_tile96x64";
-}
-const char* backward_bf16(const BackwardParams& params, Executor& executor) {
-  run_backward<EngineF32, BFloat16>(params, executor);
-  return "avx2::backward_bf16_as_f32_tile48x64";
-}
-const char* forward_f16(const ForwardParams& params, Executor& executor) {
-  run_forward<EngineF32, Float16>(params, executor);
-  return "avx2::forward_f16_as_f32_tile96x64";
-}
-const char* backward_f16(const BackwardParams& params, Executor& executor) {
-  run_backward<EngineF32, Float16>(params, executor);
-  return "avx2::backward_f16_as_f32_tile48x64";
-}
 
 }  // namespace
 
 CpuKernels kernels(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::kFloat32:
-      return {&forward_f32, &backward_f32};
-    case ScalarType::kBFloat16:
-      return {&forward_bf16, &backward_bf16};
-    case ScalarType::kFloat16:
-      return {&forward_f16, &backward_f16};
-    case ScalarType::kFloat64:
-      break;
-  }
-  return {};
+  return float_kernels(dtype);
 }
 
 }  // namespace packed_sdpa::cpu::avx2
 
 PACKED_SDPA_END_TARGET()
-
-#else
-
-namespace packed_sdpa::cpu::avx2 {
-CpuKernels kernels(ScalarType) {
-  return {};
-}
-}  // namespace packed_sdpa::cpu::avx2
-
-#endif

@@ -7,8 +7,6 @@
 #include "cpu/target_region.h"
 #include "cpu/tiled.h"
 
-#if defined(__x86_64__)
-
 PACKED_SDPA_BEGIN_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 
 #define PACKED_SDPA_HAS_BF16 1
@@ -52,13 +50,3 @@ CpuKernels kernels(ScalarType dtype) {
 }  // namespace packed_sdpa::cpu::avx512_bf16
 
 PACKED_SDPA_END_TARGET()
-
-#else
-
-namespace packed_sdpa::cpu::avx512_bf16 {
-CpuKernels kernels(ScalarType) {
-  return {};
-}
-}  // namespace packed_sdpa::cpu::avx512_bf16
-
-#endif
