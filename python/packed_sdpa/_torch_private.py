@@ -5,6 +5,7 @@ Written against torch 2.11 to 2.14.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,29 @@ def tracer() -> str | None:
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         return "make_fx"
     return None
+
+
+def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator, as torch.compiler.disable: but it imports torch._dynamo (seconds) only when somebody else has."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        disabled: Callable[..., Any] | None = None
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal disabled
+            if "torch._dynamo" not in sys.modules:  # so nothing is compiled
+                return function(*args, **kwargs)
+            if disabled is None:
+                disabled = torch.compiler.disable(function, reason=reason)
+            return disabled(*args, **kwargs)
+
+        # What torch.compiler.disable puts on its functions: a call in a graph that is traced breaks it.
+        run._torchdynamo_disable = True  # type: ignore[attr-defined]
+        run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def without_func_wrapper(value: Any) -> Any:

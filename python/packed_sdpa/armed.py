@@ -102,7 +102,7 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
     return documents_with(number) if number else None
 
 
-@torch.compiler.disable
+@_torch_private.untraced("packed_sdpa ties documents to the graph of a forward")
 def keep_documents(output: object, documents: ArmedDocuments | None) -> None:
     """The autograd graph of ``output`` (a tensor, or containers of tensors) keeps ``documents`` as long as it lives."""
     if documents is None:

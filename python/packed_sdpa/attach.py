@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import inspect
 import warnings
 import weakref
@@ -38,8 +37,6 @@ BREAKS_AT_OUTER = (
     "packed_sdpa reads the documents of each forward outside of the graph; compile the layers with fullgraph=True, or "
     "the whole model without it"
 )
-
-_run_scoped_untraced = torch.compiler.disable(run_scoped, recursive=False, reason=BREAKS_AT_OUTER)
 
 ROUTES = ("auto", "interface", "hooks")
 
@@ -78,6 +75,7 @@ class Attachment:
         self.number = new_attachment()
         self._mask_audit = DenseMaskAudit(on_mask, self.ledger.warned)
         self._undo: list[Callable[[], None]] = []
+        self._run_scoped = torch.compiler.disable(run_scoped, recursive=False, reason=BREAKS_AT_OUTER)
         self._parameters = {module: forward_parameters(module) for module in found.outer}
         for name, module in (*found.interface, *found.hooks):
             self.ledger.records[module] = ModuleRecord(name)
@@ -142,7 +140,7 @@ class Attachment:
             self._check_taken(scope)
         return result
 
-    @functools.partial(torch.compiler.disable, reason=BREAKS_AT_OUTER)
+    @_torch_private.untraced(BREAKS_AT_OUTER)
     def _prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[ForwardScope, tuple, dict] | None:
         """The scope of an outer forward, and the arguments that go on; None within one that counts already."""
         parameters = self._parameters[module]
@@ -167,7 +165,7 @@ class Attachment:
     def _run(self, armed: ArmedDocuments | None, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if not self.found.hooks:
             return proceed(*args, **kwargs)
-        run = run_scoped if torch.compiler.is_exporting() else _run_scoped_untraced
+        run = run_scoped if torch.compiler.is_exporting() else self._run_scoped
         return run(armed, self.number, proceed, args, kwargs)
 
     def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
@@ -265,7 +263,7 @@ class Attachment:
             record = self.ledger.record(module)
             scope.ran[module] = (record.taken, record.calls)
 
-    @functools.partial(torch.compiler.disable, reason=BREAKS_AT_OUTER)
+    @_torch_private.untraced(BREAKS_AT_OUTER)
     def _check_taken(self, scope: ForwardScope) -> None:
         for module, (taken, calls) in scope.ran.items():
             record = self.ledger.record(module)

@@ -9,7 +9,6 @@ Everything private of Transformers that this package touches is in this file.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from packed_sdpa import _torch_private
 from packed_sdpa.armed import ArmedDocuments
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.choice import choice_of
@@ -117,7 +117,7 @@ BREAKS_AT_MASKS = (
 )
 
 
-@functools.partial(torch.compiler.disable, reason=BREAKS_AT_MASKS)
+@_torch_private.untraced(BREAKS_AT_MASKS)
 def document_mask(
     batch_size: int,
     q_length: int,

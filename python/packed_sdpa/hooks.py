@@ -27,7 +27,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 import weakref
@@ -37,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packed_sdpa import guard, hf, interception
+from packed_sdpa import _torch_private, guard, hf, interception
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_documents
 from packed_sdpa.records import ModuleRecord
@@ -59,6 +58,8 @@ BREAKS_AT_ATTENTION = (
     "packed_sdpa finds the documents of a hooked attention module when it runs, so the graph breaks there; compile "
     "without fullgraph=True, or use attach(model, route='interface'), which needs no break within a layer"
 )
+
+BREAKS_AT_SCOPES = "packed_sdpa notes which forward runs"
 
 _attachment_numbers = itertools.count(1)
 
@@ -192,7 +193,7 @@ class AttentionHook:
             interception.leave(height)
 
 
-@functools.partial(torch.compiler.disable, reason=BREAKS_AT_ATTENTION)
+@_torch_private.untraced(BREAKS_AT_ATTENTION)
 def _untraced(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
@@ -220,19 +221,19 @@ def in_forward_scope(attachment: int) -> bool:
 class forward_scope:  # noqa: N801 - used as a function, as torch.no_grad is
     """Context manager for one outer forward of an attached model; see the top of this file."""
 
-    @torch.compiler.disable
+    @_torch_private.untraced(BREAKS_AT_SCOPES)
     def __init__(self, documents: ArmedDocuments | None, attachment: int) -> None:
         self._documents = documents
         self._attachment = attachment
         self._mark = ops.scope_mark()
 
-    @torch.compiler.disable
+    @_torch_private.untraced(BREAKS_AT_SCOPES)
     def __enter__(self) -> ArmedDocuments | None:
         self._mark = ops.scope_mark()
         ops.enter_scope(self._attachment, 0 if self._documents is None else self._documents.id)
         return self._documents
 
-    @torch.compiler.disable
+    @_torch_private.untraced(BREAKS_AT_SCOPES)
     def __exit__(self, *exception: object) -> None:
         ops.leave_scope(self._mark)
 

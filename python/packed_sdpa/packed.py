@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -133,7 +132,7 @@ def _packed_varlen_sdpa(
     return output
 
 
-@functools.partial(torch.compiler.disable, reason=BREAKS_AT_THE_CALL)
+@_torch_private.untraced(BREAKS_AT_THE_CALL)
 def _untraced(*args: Any) -> Tensor:
     return _this_function(*args)
 

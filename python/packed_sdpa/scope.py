@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 
-import torch
 from torch import Tensor, nn
 
+from packed_sdpa import _torch_private
 from packed_sdpa.documents import Documents
 from packed_sdpa.records import ModuleRecord
 
@@ -61,12 +61,12 @@ def scope_of(ledger: Ledger) -> ForwardScope | None:
     return next((scope for scope in reversed(_STACK.scopes) if scope.ledger is ledger), None)
 
 
-@torch.compiler.disable
+@_torch_private.untraced("packed_sdpa notes which forward runs")
 def push_scope(scope: ForwardScope) -> None:
     _STACK.scopes.append(scope)
 
 
-@torch.compiler.disable
+@_torch_private.untraced("packed_sdpa notes which forward runs")
 def pop_scope(scope: ForwardScope) -> None:
     """Ends a scope, and any above it; harmless when an interrupt came before it was pushed."""
     scopes = _STACK.scopes

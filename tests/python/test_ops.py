@@ -130,7 +130,7 @@ BAD_LAYOUTS = [
     ({"token_index_k": lambda old: ints(0, 2, 4, 5, 6, 8)}, "document 1 has rows 4 to 8 outside the 8 rows"),
     ({"token_index_k": lambda old: ints(0, 4, 4, 5, 6, 7)}, "runs over a batch row of 4 tokens; end documents at the"),
     (
-        {"token_index_k": lambda old: ints(4, 5, 4, 5, 6, 7)},
+        {"token_index_k": lambda old: ints(4, 5, 0, 1, 2, 3)},
         "has its queries in batch row 0 and its keys in batch row 1",
     ),
     ({"diagonal_offsets": lambda old: ints(1, 0)}, r"document 0 has gaps, 2 queries .*must be in \[0, 0\], got 1"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -183,3 +187,29 @@ def test_func_transforms_are_told_and_taken_off():
     seen.clear()
     torch.func.vmap(lambda ids: function(x, ids))(ids)
     assert seen[:2] == [True, None], CHANGED + "is_batchedtensor"
+
+
+def test_what_is_marked_is_not_traced():
+    import torch._dynamo
+
+    seen = []
+
+    @_torch_private.untraced("the reason that is told")
+    def function(x):
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x * len(seen)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: function(x + 1) + 1, backend="eager")
+    x = torch.ones(2)
+    assert [compiled(x).tolist() for _ in range(3)] == [[3, 3], [5, 5], [7, 7]], CHANGED + "torch.compiler.disable"
+    assert seen == [False, False, False]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="the reason that is told"):
+        torch.compile(lambda x: function(x + 1), backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+
+
+def test_importing_the_package_imports_no_dynamo():
+    asked = "import sys, packed_sdpa; print('torch._dynamo' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    assert answer == "False\n"
