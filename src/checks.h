@@ -11,10 +11,10 @@
 
 namespace packed_sdpa::checks {
 
-// Python-like print of sizes: [2, 8, 16, 64].
 // torch.func transforms (vmap, grad, jvp, ...) are at work on what is called here.
 bool in_func_transform();
 
+// Python-like print of sizes: [2, 8, 16, 64].
 std::string shape_string(const at::Tensor& tensor);
 
 // doc_ids / position_ids: integer or bool, 1-D or 2-D; returns int64 [B, S] on the host, contiguous, a copy.
