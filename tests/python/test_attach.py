@@ -117,7 +117,7 @@ class ValueHead(nn.Module):
 
 
 @pytest.mark.parametrize("attach_to", ["head", "model", "inner"])
-def test_inner_model_called_by_a_value_head(llama, batch, attach_to):
+def test_case_47d_inner_model_called_by_a_value_head(llama, batch, attach_to):
     """Case 47d: the documents are found by the outermost forward that is given them."""
     head = ValueHead(llama)
     expected = head.head(
@@ -173,7 +173,7 @@ def test_indexed_mask_is_not_passed_on(llama, batch):
 # ---- masks of the caller
 
 
-def test_no_mask_ones_and_dense_block_mask_are_equal(llama, batch):
+def test_case_42_no_mask_ones_and_dense_block_mask_are_equal(llama, batch):
     """Case 42."""
     dense = packed_sdpa.PackedLayout.from_doc_ids(doc_ids()).materialize_mask()[:, None]
     additive = torch.zeros(dense.shape, dtype=torch.float64).masked_fill(~dense, torch.finfo(torch.float64).min)
@@ -402,7 +402,7 @@ def test_an_interrupted_forward_leaves_nothing_behind(llama, batch, error):
         assert torch.equal(llama(input_ids=batch["input_ids"]).logits, copy.deepcopy(llama)(batch["input_ids"]).logits)
 
 
-def test_copies_and_pickles_are_plain(llama, batch):
+def test_case_43_copies_and_pickles_are_plain(llama, batch):
     """Case 43."""
     stock = llama(**batch, use_cache=True).logits  # leaks, as stock does
     keys = list(llama.state_dict())

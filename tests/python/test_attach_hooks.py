@@ -103,7 +103,7 @@ def test_documents_from_arguments(model):
 
 
 @pytest.mark.parametrize("name", ["attn", "attention", "self_attention", "mixer"])
-def test_other_names(name):
+def test_case_39_other_names(name):
     """Case 39."""
     model = Decoder(name).double()
     tokens, positions = batch()

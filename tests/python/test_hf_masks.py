@@ -36,7 +36,7 @@ def check(model, batch, **options):
 
 
 @pytest.mark.parametrize("chunk", [2, 4, 64])
-def test_chunked_attention_is_honoured(chunk):
+def test_case_41_chunked_attention_is_honoured(chunk):
     """Case 41: chunks are counted from each document's first token, as when it runs alone."""
     model = ARCHITECTURES["llama4"].make(attention_chunk_size=chunk).eval()
     for use_cache in (True, False):
@@ -79,7 +79,7 @@ def gemma3_with_images():
     return transformers.Gemma3ForConditionalGeneration(config).double().eval()
 
 
-def test_image_blocks_are_refused_by_name():
+def test_case_41_image_blocks_are_refused_by_name():
     """Case 41: image tokens that see each other both ways. Text alone is packed."""
     model = gemma3_with_images()
     ids = torch.randint(3, 60, (1, 20))
@@ -128,7 +128,7 @@ class Small(nn.Module):
         return self.self_attn(x)
 
 
-def test_additive_bias_on_the_hooks_route():
+def test_case_41_additive_bias_on_the_hooks_route():
     """Case 41: an additive bias is refused; a causal additive mask is the rule."""
     causal = torch.full((6, 6), -torch.inf, dtype=torch.float64).triu(1)
     ids = torch.tensor([[1, 1, 1, 2, 2, 2]])
@@ -180,7 +180,7 @@ def test_refused_keywords_of_the_interface(name):
         document_attention(nn.Identity(), q, q, q, mask, **{name: torch.ones(1)})
 
 
-def test_eager_models_and_eager_layers_are_switched():
+def test_case_47a_eager_models_and_eager_layers_are_switched():
     """Case 47a on the interface: a layer with a config of its own is switched as well, and put back."""
     model = make("LlamaForCausalLM", "LlamaConfig")
     own = copy.deepcopy(model.config)
@@ -207,7 +207,7 @@ def eager_layer(model, index, adds_mask):
 
 
 @pytest.mark.parametrize("route", ["interface", "hooks"])
-def test_one_layer_that_computes_attention_itself(route):
+def test_case_47a_one_layer_that_computes_attention_itself(route):
     """Case 47a: warned by name, once; strict raises."""
     model = ARCHITECTURES["llama"].make().eval()
     eager_layer(model, 1, adds_mask=False)
@@ -249,7 +249,7 @@ def llava():
 
 
 @pytest.mark.parametrize("route", ["interface", "hooks"])
-def test_vision_tower_is_stock(route):
+def test_case_38_vision_tower_is_stock(route):
     """Case 38: bidirectional attention in `self_attn` modules, here over 25 patches."""
     model = llava()
     pixels = torch.randn(1, 3, 20, 20).double()

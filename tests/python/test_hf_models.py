@@ -102,7 +102,7 @@ def test_float32(name):
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
 @pytest.mark.parametrize("training", [True, False])
-def test_default_use_cache_is_isolated(name, training):
+def test_case_47c_default_use_cache_is_isolated(name, training):
     """Case 47c: stock Transformers forgets packing when use_cache made a cache."""
     model = ARCHITECTURES[name].make().train(training)
     batch = packed_batch()

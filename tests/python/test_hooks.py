@@ -118,7 +118,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_call_it_is_taken_once(way):
+def test_case_36_every_way_to_call_it_is_taken_once(way):
     model = hooked(Attention(WAYS[way]))
     enable_cp1_packed_varlen(IDS, "flash")
     x = operand()
@@ -408,7 +408,7 @@ def test_modules_that_say_they_are_not_causal():
 
 
 @pytest.mark.parametrize(("width", "window"), [(2, (1, 0)), (None, (-1, -1)), (100, (99, 0))])
-def test_sliding_window_of_the_module(width, window):
+def test_case_40_sliding_window_of_the_module(width, window):
     model = hooked(Attention())
     model.self_attn.sliding_window = width
     enable_cp1_packed_varlen(IDS, "flash")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import threading
@@ -9,7 +10,8 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from packed_models import ALL_KINDS, Model, OwnCheckpoint, assert_gradients, one_torch_thread  # noqa: F401
 from packed_sdpa._library import ops
@@ -30,6 +32,7 @@ from packed_sdpa.packed import (
 )
 from packed_sdpa.records import ModuleRecord
 
+FORWARD = torch.ops.packed_sdpa.varlen_attention_forward.default
 ROWS = 8
 SPLITS = [
     torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2]]),
@@ -264,6 +267,39 @@ def random_schedule(seed, steps=12):
     for index, model in enumerate(models):
         if done[index]:
             assert_gradients(got[index], expected_gradients(model, done[index]), what)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the runs of our forward kernel: what a checkpoint answers from its cache does not come down to here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is FORWARD
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("policy", "launches"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)]
+)
+def test_case_45_selective_policy_on_our_op(policy, launches):
+    def choose(_context, op, *_args, **_kwargs):
+        return policy if op is FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = Model(num_layers=1)
+    attach_cp1_packed_varlen_hooks(model)
+    x = torch.randn(1, ROWS, 16, requires_grad=True)
+    expected = torch.autograd.grad(model.reference(x, SPLITS[0]).square().sum(), [x, *model.parameters()])
+    enable_cp1_packed_varlen(SPLITS[0], "flash")
+    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+    with Launches() as seen:
+        out = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        disable_cp1_packed_varlen()
+        found = torch.autograd.grad(out.square().sum(), [x, *model.parameters()])
+    assert seen.count == launches
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -273,7 +273,7 @@ def test_fsdp2(one_process_group, shard_first):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_layers_take_new_documents_without_recompiling(backend):
+def test_case_44_compiled_layers_take_new_documents_without_recompiling(backend):
     """Case 44: 20 batches with other splits; at most 2 compilations of a layer, no graph break."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
