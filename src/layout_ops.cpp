@@ -39,6 +39,9 @@ std::vector<at::Tensor> layout_from_position_ids(const at::Tensor& position_ids)
 
 LayoutTensors host_layout(at::TensorList tensors, int64_t batch, int64_t rows_q, int64_t rows_k) {
   LayoutTensors layout = checks::layout_list(tensors);
+  TORCH_CHECK_VALUE(layout.cu_seqlens_q.is_cpu(), "layout tensors must be on the CPU, got ",
+                    layout.cu_seqlens_q.device(),
+                    "; make the PackedLayout of host tensors, and take PackedLayout.tensors(device) from it");
   checks::layout_tensors(layout, batch, rows_q, rows_k);
   return layout;
 }

@@ -190,7 +190,7 @@ void keep_without_node(const DocumentsPtr& documents) {
   static auto* const kept = new std::deque<DocumentsPtr>;
   DocumentsPtr dropped;  // outlives the lock
   const std::lock_guard<std::mutex> guard(*mutex);
-  if (std::find(kept->begin(), kept->end(), documents) != kept->end()) return;
+  std::erase(*kept, documents);  // the latest use counts
   kept->push_back(documents);
   if (kept->size() <= kKept) return;
   dropped = std::move(kept->front());

@@ -20,8 +20,8 @@ constexpr const char* kCure =
     "and keep "
     "the hooks attached until backward has run.";
 
-[[noreturn]] void raise(const std::string& text) {
-  throw TimelineError("packed_sdpa: " + text + kCure);
+[[noreturn]] void raise(const std::string& text, const char* cure = kCure) {
+  throw TimelineError("packed_sdpa: " + text + cure);
 }
 
 void keep_until_end(const Moment& now, const TimelinePtr& value) {
@@ -70,7 +70,9 @@ TimelinePtr Timeline::value_of(const Interval& interval) {
     raise(
         "the documents of the forward that is recomputed are gone: nothing that is left of it holds its "
         "attention's outputs, or it ran without a graph in a checkpoint that keeps nothing of its forward "
-        "(written in C++, or with setup_context), and 16 later ones did so too.");
+        "(written in C++, or with setup_context), and 16 later ones did so too.",
+        " Run that backward before so many forwards, or use a checkpoint that is given its context, as "
+        "torch.utils.checkpoint is.");
   }
   return value;
 }
@@ -254,7 +256,9 @@ std::optional<TimelinePtr> Timeline::recomputed_scope_at(const Moment& now, cons
   for (auto entry = log->recomputed_scopes.rbegin(); entry != log->recomputed_scopes.rend(); ++entry) {
     const bool covers = entry->attachment == attachment && entry->graph_task < now.graph_task &&
                         entry->from <= node.sequence && node.sequence < entry->to;
-    if (covers && !entry->task.expired()) return entry->value.lock();
+    if (!covers) continue;
+    const std::shared_ptr<BackwardTask> task = entry->task.lock();  // which keeps the documents
+    if (task != nullptr) return entry->value.lock();
   }
   return std::nullopt;
 }
@@ -361,8 +365,9 @@ void Timeline::redirect_to_asker(const Moment& now, ThreadLog& log) {
   std::erase_if(log.redirects, is_over);
   if (!log.redirects.empty() && log.redirects.back().graph_task == now.graph_task) return;
   if (log.redirects.size() >= kMaxNesting) {
-    raise("checkpoints are nested " + std::to_string(kMaxNesting) +
-          " deep; at most that many can be followed.");
+    raise(
+        "checkpoints are nested " + std::to_string(kMaxNesting) + " deep; at most that many can be followed.",
+        " Nest fewer checkpoints.");
   }
   const uint64_t certain_from = log.last_event_is_forward_call ? now.sequence : log.last_event;
   log.redirects.push_back(

@@ -64,7 +64,8 @@ class PackedAttentionScope {
 // at::scaled_dot_product_attention, but when documents are armed and query [B, Hq, S, D], key and value [B,
 // Hkv, S, *] have their B and S: causal attention within each document. attn_mask and is_causal are not used
 // then. Documents live as long as the graph of the output. A call without a graph (in the forward of a
-// checkpoint written in C++) cannot say how long it needs them, so the last 16 that had such a call are kept.
+// checkpoint written in C++) cannot say how long it needs them, so the last 16 that had such a call are kept;
+// an evaluation under NoGradGuard looks the same (one in InferenceMode keeps nothing).
 //
 // Raises c10::Error in a recompute whose documents cannot be told. Call it by its full name: argument
 // lookup also finds that of at::.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 NO_GRAPH_TASK = -1
+JIT_TRACE = "torch.jit.trace"
 
 
 def in_func_transform() -> bool:
@@ -26,7 +27,7 @@ def tracer() -> str | None:
     torch.compile is no such thing: it leaves out what is marked as not to be traced.
     """
     if torch._C._get_tracing_state() is not None:
-        return "torch.jit.trace"
+        return JIT_TRACE
     if torch.compiler.is_exporting():
         return "torch.export"
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
@@ -46,6 +47,8 @@ def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if "torch._dynamo" not in sys.modules:  # so nothing is compiled
                 return function(*args, **kwargs)
             if disabled is None:
+                # The mark below is looked at where a caller is traced; a frame of its own is told by its code.
+                torch._dynamo.eval_frame.skip_code(run.__code__)
                 disabled = torch.compiler.disable(function, reason=reason)
             return disabled(*args, **kwargs)
 

@@ -23,6 +23,9 @@ UNSUPPORTED_TRACER = (
     "whose graph would keep these documents for every later batch; trace the model unpacked (disarm, detach), or give "
     "packed_attention(..., layout) its layout as an argument"
 )
+UNSUPPORTED_JIT_TRACE = (
+    "which cannot call the operators that find documents; trace copy.deepcopy(model), which comes out without hooks"
+)
 _resolve = ops.resolve_documents.default
 
 
@@ -84,9 +87,9 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
             "documents of its forward cannot be told; read it before, or leave that region out of the checkpoint"
         )
     tracer = _torch_private.tracer()
-    if tracer == "torch.jit.trace":  # which cannot call our operators either
+    if tracer == _torch_private.JIT_TRACE:
         raise RuntimeError(
-            f"packed_sdpa: a hooked model or _packed_varlen_sdpa is run by {tracer}, {UNSUPPORTED_TRACER}"
+            f"packed_sdpa: a hooked model or _packed_varlen_sdpa is run by {tracer}, {UNSUPPORTED_JIT_TRACE}"
         )
     number = _resolve(attachments, *hooked_at)
     if number and tracer is not None:

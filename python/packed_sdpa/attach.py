@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from packed_sdpa import _torch_private, hf
 from packed_sdpa import packed as _installs_what_hooked_modules_call  # noqa: F401
-from packed_sdpa.armed import UNSUPPORTED_TRACER, UNSUPPORTED_TRANSFORM, ArmedDocuments
+from packed_sdpa._torch_private import JIT_TRACE
+from packed_sdpa.armed import UNSUPPORTED_JIT_TRACE, UNSUPPORTED_TRACER, UNSUPPORTED_TRANSFORM, ArmedDocuments
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.documents import (
     FOREIGN_KEYWORDS,
@@ -120,12 +121,13 @@ class Attachment:
     # ---- around the outer forward
 
     def _outer_forward(self, module: nn.Module, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if not self.enabled:
-            return self._run(None, proceed, args, kwargs)
-        prepared = self._prepare(module, args, kwargs)
-        if prepared is None:
-            return proceed(*args, **kwargs)
-        scope, args, kwargs = prepared
+        if self.enabled:
+            prepared = self._prepare(module, args, kwargs)
+            if prepared is None:
+                return proceed(*args, **kwargs)
+            scope, args, kwargs = prepared
+        else:  # a scope without documents hides those that are armed by hand
+            scope = ForwardScope(self.ledger, None, frozenset(), self.on_mask, None)
         documents = scope.documents
         armed = None if documents is None else documents.armed
         try:
@@ -152,6 +154,8 @@ class Attachment:
             return None
         documents = self._find(arguments, args, kwargs, outermost=running is None)
         kwargs = {name: value for name, value in kwargs.items() if self._goes_on(module, name)}
+        if documents is None and (_torch_private.in_func_transform() or _torch_private.tracer() is not None):
+            return ForwardScope(self.ledger, None, seen, self.on_mask, None), args, kwargs  # no values can be read
         dense_mask = None
         mask = arguments.get("attention_mask")
         if is_indexed_mask(mask):
@@ -165,6 +169,8 @@ class Attachment:
     def _run(self, armed: ArmedDocuments | None, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if not self.found.hooks:
             return proceed(*args, **kwargs)
+        if _torch_private.tracer() == JIT_TRACE:
+            raise RuntimeError(f"packed_sdpa: an attached model is run by {JIT_TRACE}, {UNSUPPORTED_JIT_TRACE}")
         run = run_scoped if torch.compiler.is_exporting() else self._run_scoped
         return run(armed, self.number, proceed, args, kwargs)
 
@@ -216,7 +222,8 @@ class Attachment:
         """Within a torch.func transform: raises when there are, or may be, documents."""
         sources = {name: value for name, value in arguments.items() if value is not None}
         plain = {name: _torch_private.without_func_wrapper(value) for name, value in sources.items()}
-        unreadable = [name for name in SOURCE_KEYWORDS if name in sources and plain[name] is None]
+        looked_at = SOURCE_KEYWORDS if self.documents is not None else ()
+        unreadable = [name for name in looked_at if name in sources and plain[name] is None]
         with _torch_private.without_func_transforms():
             found = None if unreadable or self.documents is None else find_documents(plain)
         if unreadable or callable(self.documents) or found is not None or documents_armed_by_hand() is not None:

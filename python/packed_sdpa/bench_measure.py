@@ -81,7 +81,7 @@ def tiles_run(dtype: torch.dtype) -> tuple[Callable[[], float], float] | None:
     floating-point operations of all of them; None where torch has no such product for the type or machine."""
     try:
         ops.cpu_brgemm_seconds(dtype, 1)
-    except RuntimeError:
+    except NotImplementedError:
         return None
     return lambda: ops.cpu_brgemm_seconds(dtype, _TILE_PRODUCTS), (
         torch.get_num_threads() * _TILE_PRODUCTS * _TILE_FLOPS

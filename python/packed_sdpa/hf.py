@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from packed_sdpa import _torch_private
-from packed_sdpa.armed import ArmedDocuments
+from packed_sdpa.armed import UNSUPPORTED_TRACER, ArmedDocuments
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.choice import choice_of
 from packed_sdpa.documents import Documents, from_doc_ids
@@ -160,6 +160,12 @@ def document_mask(
             attention_mask=attention_mask,
             device=device,
             **kwargs,
+        )
+    tracer = _torch_private.tracer()
+    if tracer is not None:
+        raise RuntimeError(
+            f"packed_sdpa: the attention of this model has documents (from {documents.source}) in {tracer}, "
+            f"{UNSUPPORTED_TRACER}"
         )
     rule, others = _read_mask_function(mask_function)
     if rule.chunk_size:

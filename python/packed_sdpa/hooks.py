@@ -40,6 +40,7 @@ from packed_sdpa import _torch_private, guard, hf, interception
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_documents
 from packed_sdpa.records import ModuleRecord
+from packed_sdpa.scope import NOTES_FORWARDS
 from packed_sdpa.state import _PACKED_STATE
 
 __all__ = [
@@ -59,7 +60,6 @@ BREAKS_AT_ATTENTION = (
     "without fullgraph=True, or use attach(model, route='interface'), which needs no break within a layer"
 )
 
-BREAKS_AT_SCOPES = "packed_sdpa notes which forward runs"
 
 _attachment_numbers = itertools.count(1)
 
@@ -221,19 +221,19 @@ def in_forward_scope(attachment: int) -> bool:
 class forward_scope:  # noqa: N801 - used as a function, as torch.no_grad is
     """Context manager for one outer forward of an attached model; see the top of this file."""
 
-    @_torch_private.untraced(BREAKS_AT_SCOPES)
+    @_torch_private.untraced(NOTES_FORWARDS)
     def __init__(self, documents: ArmedDocuments | None, attachment: int) -> None:
         self._documents = documents
         self._attachment = attachment
         self._mark = ops.scope_mark()
 
-    @_torch_private.untraced(BREAKS_AT_SCOPES)
+    @_torch_private.untraced(NOTES_FORWARDS)
     def __enter__(self) -> ArmedDocuments | None:
         self._mark = ops.scope_mark()
         ops.enter_scope(self._attachment, 0 if self._documents is None else self._documents.id)
         return self._documents
 
-    @_torch_private.untraced(BREAKS_AT_SCOPES)
+    @_torch_private.untraced(NOTES_FORWARDS)
     def __exit__(self, *exception: object) -> None:
         ops.leave_scope(self._mark)
 

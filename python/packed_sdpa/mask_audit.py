@@ -72,12 +72,13 @@ def differing_pair(
 
 
 def dense_mask_visible(mask: Tensor, size: int) -> Callable[[int, int], Tensor]:
-    """Rows of a dense mask ``[(B or 1, (H or 1,)) S, S]``: bool, or additive with 0 (see) and a large negative (not).
+    """Rows of a dense mask ``[(B or 1, (H or 1,)) S or 1, S or 1]``: bool, or additive with 0 (see) and a large
+    negative (not).
 
     Raises :class:`MaskNotHonouredError` when an additive mask holds other values: it is a bias.
     """
     dense = mask if mask.dim() == 4 else mask.unsqueeze(1) if mask.dim() == 3 else mask[None, None]
-    if any(length not in (1, size) for length in dense.shape[-2:]):
+    if mask.dim() not in (2, 3, 4) or any(length not in (1, size) for length in dense.shape[-2:]):
         raise MaskNotHonouredError(
             f"attention_mask has shape {list(mask.shape)} but the documents are of {size} tokens; pass a mask of those "
             "tokens, or none"

@@ -160,12 +160,14 @@ def _packed_multi_head_attention(
         heads = F.linear(query, qkv_weight, qkv_bias).unflatten(-1, (3, num_head, -1)).permute(2, 0, 3, 1, 4)
         frame = interception.current_frame()
         assert frame is not None
-        documents = frame.hook.documents() if frame.hook.is_causal() else None
-        if documents is not None and _mismatch(documents, *heads) is None:
+        causal = frame.hook.is_causal()
+        documents = frame.hook.documents() if causal else None
+        reason = NOT_CAUSAL if not causal else UNARMED if documents is None else _mismatch(documents, *heads)
+        if reason is None:
             out = _packed_varlen_sdpa(heads[0], heads[1], heads[2], _visible(mask, mask_type))
             return F.linear(out.transpose(1, 2).flatten(-2), proj_weight, proj_bias), None
         frame.calls += 1
-        _count_passed(frame, UNARMED if documents is None else OTHER_LENGTH, documents, *heads)
+        _count_passed(frame, reason, documents, *heads)
         if documents is not None:
             keep_for_functions(documents)
     return interception.without_catching(

@@ -11,6 +11,8 @@ from packed_sdpa import _torch_private
 from packed_sdpa.documents import Documents
 from packed_sdpa.records import ModuleRecord
 
+NOTES_FORWARDS = "packed_sdpa notes which forward runs"
+
 
 class Ledger:
     """The records of one attachment's attention modules, and the causes it has already warned about."""
@@ -61,12 +63,12 @@ def scope_of(ledger: Ledger) -> ForwardScope | None:
     return next((scope for scope in reversed(_STACK.scopes) if scope.ledger is ledger), None)
 
 
-@_torch_private.untraced("packed_sdpa notes which forward runs")
+@_torch_private.untraced(NOTES_FORWARDS)
 def push_scope(scope: ForwardScope) -> None:
     _STACK.scopes.append(scope)
 
 
-@_torch_private.untraced("packed_sdpa notes which forward runs")
+@_torch_private.untraced(NOTES_FORWARDS)
 def pop_scope(scope: ForwardScope) -> None:
     """Ends a scope, and any above it; harmless when an interrupt came before it was pushed."""
     scopes = _STACK.scopes

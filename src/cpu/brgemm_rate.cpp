@@ -3,7 +3,11 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <chrono>
+#include <vector>
+
+#include "cpu/kernels.h"
 
 // Private to torch (ATen/native/CPUBlas.h), so weak: a torch without them still loads this library.
 namespace at::native::cpublas {
@@ -52,8 +56,12 @@ double cpu_brgemm_seconds(at::ScalarType dtype, int64_t products) {
   switch (dtype) {
     case at::kFloat:
       return brgemm_seconds<float>(products, /*is_vnni=*/false);
-    case at::kBFloat16:
+    case at::kBFloat16: {
+      const std::vector<cpu::CpuIsa> isas = cpu::available_cpu_isas();
+      TORCH_CHECK_NOT_IMPLEMENTED(std::find(isas.begin(), isas.end(), cpu::CpuIsa::kAvx512Bf16) != isas.end(),
+                                  "brgemm in bfloat16 needs a processor with avx512_bf16; measure float32");
       return brgemm_seconds<at::BFloat16>(products, /*is_vnni=*/true);
+    }
     default:
       TORCH_CHECK_NOT_IMPLEMENTED(false, "brgemm is measured in float32 and bfloat16, got ", dtype);
   }

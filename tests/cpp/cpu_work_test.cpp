@@ -31,6 +31,31 @@ std::vector<Document> documents_of(const std::vector<int64_t>& lengths) {
   return documents;
 }
 
+TEST(WorkItemsTest, QueryBlocksDescendWithTheirHeadsSideBySide) {
+  constexpr int64_t kHeads = 3;
+  constexpr int64_t kBlock = 64;
+  const std::vector<Document> documents = documents_of({40, 300, 64, 129});
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> order;
+  std::map<std::tuple<int64_t, int64_t, int64_t>, int> seen;
+  for (const WorkItem& item : make_work_items(documents, kHeads, SplitBy::kQueries, kBlock)) {
+    for (int32_t d = item.first_document; d < item.last_document; ++d) {
+      for (int32_t head = item.first_kv_head; head < item.last_kv_head; ++head) ++seen[{d, item.block, head}];
+    }
+    if (documents[static_cast<size_t>(item.first_document)].num_queries > kBlock) {
+      order.emplace_back(item.first_document, item.block, item.first_kv_head);
+    }
+  }
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> expected;
+  for (const auto& [document, blocks] : {std::pair<int64_t, int64_t>{1, 5}, {3, 3}}) {  // the longest first
+    for (int64_t block = blocks - 1; block >= 0; --block) {
+      for (int64_t head = 0; head < kHeads; ++head) expected.emplace_back(document, block, head);
+    }
+  }
+  EXPECT_EQ(order, expected);
+  EXPECT_EQ(seen.size(), expected.size() + 2 * kHeads);  // and the two short documents, whole
+  for (const auto& [key, count] : seen) EXPECT_EQ(count, 1);
+}
+
 TEST(WorkItemsTest, EveryBlockOnceAndKeyBlocksInOrder) {
   std::mt19937_64 generator(3);
   for (int round = 0; round < 50; ++round) {

@@ -132,12 +132,12 @@ constexpr const char* kCure =
 
 // What is raised is a TimelineError of this text, with the cure behind it.
 template <typename Function>
-void expect_error(const std::string& text, Function function) {
+void expect_error(const std::string& text, Function function, const std::string& cure = kCure) {
   try {
     function();
     ADD_FAILURE() << "nothing was raised; expected: " << text;
   } catch (const TimelineError& error) {
-    EXPECT_EQ(error.what(), "packed_sdpa: " + text + kCure);
+    EXPECT_EQ(error.what(), "packed_sdpa: " + text + cure);
   }
 }
 
@@ -227,7 +227,10 @@ TEST(Timeline, RaisesWhereItCannotTell) {
   expect_error(ran_no_hooked_attention(elsewhere), [&] { process.recompute(elsewhere); });
   process.call();
   process.arm(nullptr);  // the armed value is gone
-  expect_error(kGone, [&] { process.recompute(node); });
+  expect_error(
+      kGone, [&] { process.recompute(node); },
+      " Run that backward before so many forwards, or use a checkpoint that is given its context, as "
+      "torch.utils.checkpoint is.");
   Moment no_node = process.clock.backward(1, node, process.task);
   no_node.node.reset();
   expect_error(
@@ -278,8 +281,9 @@ TEST(Timeline, NestingIsBounded) {
   process.call();
   const NodePlace node = process.clock.make_node();
   for (int64_t task = 1; task <= 50; ++task) EXPECT_EQ(process.recompute(node, task), 1);
-  expect_error("checkpoints are nested 50 deep; at most that many can be followed.",
-               [&] { process.recompute(node, 51); });
+  expect_error(
+      "checkpoints are nested 50 deep; at most that many can be followed.",
+      [&] { process.recompute(node, 51); }, " Nest fewer checkpoints.");
 }
 
 TEST(Timeline, WhatABackwardArmedOrEnteredEndsWithIt) {

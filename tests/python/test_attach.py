@@ -350,6 +350,22 @@ def test_enabled_is_an_ab_switch(llama, batch):
             handle.enabled = "no"
 
 
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_a_disabled_handle_hides_armed_documents(llama, batch, route):
+    stock = llama(input_ids=batch["input_ids"]).logits
+    packed_sdpa.arm(batch["doc_ids"])
+    try:
+        with packed_sdpa.attach(llama, route=route, documents=None) as handle:
+            packed = llama(input_ids=batch["input_ids"], use_cache=False).logits
+            assert difference(packed, stock) > 1e-3
+            handle.enabled = False
+            assert torch.equal(llama(input_ids=batch["input_ids"]).logits, stock)
+            handle.enabled = True
+            assert torch.equal(llama(input_ids=batch["input_ids"], use_cache=False).logits, packed)
+    finally:
+        packed_sdpa.disarm()
+
+
 def test_attach_twice(llama, batch):
     first = packed_sdpa.attach(llama)
     second = packed_sdpa.attach(llama)

@@ -431,7 +431,7 @@ def test_prefix_masks_of_a_transformers_model(route, dtype):
 def test_masks_of_another_size():
     audit = mask_audit.DenseMaskAudit("error", set())
     documents = ArmedDocuments(torch.tensor([[1, 1, 2]]))
-    for shape in ((2, 3), (3, 4), (1, 1, 4, 4)):
+    for shape in ((2, 3), (3, 4), (1, 1, 4, 4), (3,), (1, 1, 1, 3, 3)):
         with pytest.raises(
             packed_sdpa.MaskNotHonouredError,
             match=rf"attention_mask has shape \[{', '.join(map(str, shape))}\] but the documents are of 3 tokens; ",

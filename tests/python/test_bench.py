@@ -79,7 +79,11 @@ def test_rows_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = bench_measure.measure_case(TINY, torch.float32, STAY, rounds=2, seconds_each=60.0, forward_only=False)
     assert {(row["contender"], row["pass"]) for row in rows} == {
         (name, step)
-        for name in (*STAY, bench_measure.GEMM, *([bench_measure.TILES] if HAS_TILES else []))
+        for name in (
+            *STAY,
+            bench_measure.GEMM,
+            *([bench_measure.TILES] if bench_measure.tiles_run(torch.float32) else []),
+        )
         for step in bench_measure.PASSES
     }
     for row in rows:

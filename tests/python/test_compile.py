@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -11,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import packed_sdpa
 from oracle import dense_attention, random_inputs
 from packed_models import STOCK, Model, assert_gradients
+from packed_sdpa import _torch_private
 from packed_sdpa.packed import (
     _packed_varlen_sdpa,
     attach_cp1_packed_varlen_hooks,
@@ -160,7 +163,10 @@ def test_tracers_are_refused_while_documents_are_armed(what, tracer):
         traced = traced.module() if tracer == "torch.export" else traced
         torch.testing.assert_close(traced(x), function(x))
     enable_cp1_packed_varlen(SPLITS[0], "flash")
-    with pytest.raises(RuntimeError, match=rf"{tracer}, whose graph would keep these documents .*; trace the model"):
+    why = "whose graph would keep these documents .*; trace the model"
+    if tracer == "torch.jit.trace":
+        why = r"which cannot call the operators that find documents; trace copy\.deepcopy\(model\)"
+    with pytest.raises(RuntimeError, match=rf"{tracer}, {why}"):
         TRACERS[tracer](function, x)
     assert F.scaled_dot_product_attention is STOCK
 
@@ -178,6 +184,54 @@ def test_tracers_are_refused_for_an_attached_model_that_may_have_documents(route
     with packed_sdpa.attach(model, route=route), pytest.raises(RuntimeError, match=refused):
         torch.export.export(model, (), arguments, strict=False)
     assert torch.equal(model(**arguments).logits, stock)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace.* is deprecated")
+@pytest.mark.parametrize("armed", [False, True])
+def test_jit_trace_of_an_attached_model_says_what_to_trace(armed):
+    model, x = Model("none"), batch(0)
+    stock = model(x)
+    with packed_sdpa.attach(model, documents=None):
+        if armed:
+            packed_sdpa.arm(SPLITS[0])
+        with pytest.raises(
+            RuntimeError, match=r"torch\.jit\.trace, which cannot call .*; trace copy\.deepcopy\(model\)"
+        ):
+            torch.jit.trace(model, (x,), check_trace=False)
+        packed_sdpa.disarm()
+        traced = torch.jit.trace(copy.deepcopy(model), (x,), check_trace=False)
+    torch.testing.assert_close(traced(x), stock)
+
+
+@pytest.mark.parametrize("tracer", ["make_fx", "torch.export"])
+def test_the_name_alone_is_not_traced_with_documents(tracer):
+    """A Transformers model that uses our attention by its name, without attach."""
+    pytest.importorskip("transformers")
+    from hf_models import ARCHITECTURES
+    from packed_sdpa import hf
+
+    hf.register_hf_attention()
+    model = ARCHITECTURES["llama"].make(num_hidden_layers=1).eval()
+    model.set_attn_implementation(hf.IMPLEMENTATION)
+    tokens = torch.randint(64, (1, 8))
+
+    def logits(ids):
+        return model(input_ids=ids, use_cache=False).logits
+
+    packed_sdpa.arm(SPLITS[0])
+    with pytest.raises(RuntimeError, match=rf"has documents \(from .*\) in {tracer}, whose graph would keep these"):
+        TRACERS[tracer](logits, tokens)
+
+
+def test_our_own_frames_are_no_frames_of_dynamo():
+    """All functions that are kept from being traced share one wrapper, which would overflow dynamo's cache."""
+    model = Model("none")
+    with packed_sdpa.attach(model):
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(3):
+            compiled(batch(0), doc_ids=SPLITS[0])
+    wrapper = _torch_private.untraced("for the test")(abs)
+    assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(wrapper.__code__)
 
 
 # ---- a whole Transformers model

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import platform
+import re
 import shutil
 import subprocess
 
@@ -13,6 +15,7 @@ SOURCES = sorted((ROOT / "src" / "cpu" / "x86").glob("*.cpp"))
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86-64 sources")
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_no_weak_symbol(source: pathlib.Path, tmp_path: pathlib.Path) -> None:
     compiler, nm = shutil.which("g++"), shutil.which("nm")
@@ -22,7 +25,8 @@ def test_no_weak_symbol(source: pathlib.Path, tmp_path: pathlib.Path) -> None:
     subprocess.run([compiler, *flags, "-c", str(source), "-o", str(target)], check=True)
     listed = subprocess.run([nm, "-C", str(target)], check=True, capture_output=True, text=True).stdout
     assert f"packed_sdpa::cpu::{source.stem}::kernels" in listed
-    weak = [line for line in listed.splitlines() if line.split()[-2:-1] in (["W"], ["V"], ["u"]) or " W " in line]
+    weak = [line for line in listed.splitlines() if re.match(r"[0-9a-f]*\s+[WwVvu]\s", line)]
+    weak = [line for line in weak if not re.match(r"\s+[wv]\s", line)]  # undefined ones are somebody else's
     assert not weak, "\n".join(weak)
 
 

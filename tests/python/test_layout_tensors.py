@@ -42,6 +42,11 @@ def test_the_good_one_is_taken() -> None:
         (lambda t: t._replace(token_index_k=t.token_index_k[:, None]), "token_index_k must be a 1-D int32 tensor, got"),
         (lambda t: t._replace(cu_seqlens_k=torch.stack((t.cu_seqlens_k,) * 2, 1)[:, 0]), "cu_seqlens_k must be contig"),
         (lambda t: t._replace(max_seqlens=t.max_seqlens.int()), "max_seqlens must be int64"),
+        (lambda t: t._replace(max_seqlens=t.max_seqlens[:1]), "max_seqlens must be int64 [2] on the host"),
+        (
+            lambda t: t._replace(cu_seqlens_q=t.cu_seqlens_q[:0], cu_seqlens_k=t.cu_seqlens_k[:0]),
+            "cu_seqlens_q must have at least one entry (the leading 0), got none",
+        ),
         (
             lambda t: t._replace(max_seqlens=torch.tensor([1, 1])),
             "max_seqlens is [1, 1] but the longest document has 4",
@@ -95,6 +100,12 @@ def test_rows_shared_by_documents_of_a_device_copy() -> None:
     shared = good()._replace(token_index_k=int32(0, 1, 2, 3, 4, 5, 6, 8, 9, 13, 14, 9, 11))
     with pytest.raises(ValueError, match="row 9 belongs to two documents"):
         PackedLayout(shared, 2, 8, 8).tensors("meta")
+
+
+def test_a_device_copy_of_a_device_copy_is_refused() -> None:
+    copied = PackedLayout.from_doc_ids(IDS).tensors("meta")
+    with pytest.raises(ValueError, match="layout tensors must be on the CPU, got meta; make the PackedLayout of host"):
+        PackedLayout(copied, 2, 8, 8).tensors("meta")
 
 
 def test_a_list_of_other_length() -> None:

@@ -104,48 +104,6 @@ def test_every_instruction_set(isa, dtype):
         ops.set_cpu_isa(before)
 
 
-def changed_layout(**changes):
-    """Two documents of 2 and 4 tokens in 2 rows of 4, one of them behind a gap."""
-    tensors = PackedLayout.from_doc_ids(torch.tensor([[1, 0, 1, 0], [2, 2, 2, 2]])).tensors()
-    return tensors._replace(**{name: change(getattr(tensors, name)) for name, change in changes.items()})
-
-
-def ints(*values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype)
-
-
-BAD_LAYOUTS = [
-    ({"cu_seqlens_k": lambda old: old.long()}, "cu_seqlens_k must be a 1-D int32 tensor, got .* take layouts from"),
-    ({"cu_seqlens_k": lambda old: old.repeat(2)[::2]}, r"cu_seqlens_k must be contiguous; call \.contiguous\(\)"),
-    ({"cu_seqlens_q": lambda old: old[:2]}, "must describe the same documents, got 2 and 3 entries"),
-    ({"cu_seqlens_q": lambda old: old[:0], "cu_seqlens_k": lambda old: old[:0]}, "at least one entry .*, got none"),
-    ({"diagonal_offsets": lambda old: ints(0)}, r"must have an entry a document \(2\) or none, got 1"),
-    ({"max_seqlens": lambda old: old[:1]}, r"max_seqlens must be int64 \[2\] on the host"),
-    ({"max_seqlens": lambda old: old - 1}, "but the longest document has 4 queries and 4 keys; take layouts from"),
-    ({"cu_seqlens_k": lambda old: old + 1}, "cu_seqlens_k must start at 0, got 1; give cumulative lengths"),
-    ({"cu_seqlens_k": lambda old: ints(0, 3, 2)}, "must not decrease, but entry 2 is 2 after 3; give cumulative"),
-    ({"cu_seqlens_k": lambda old: ints(0, 2, 9)}, "ends at 9 but there are only 8 rows; the layout belongs to other"),
-    ({"token_index_k": lambda old: old[:3]}, r"token_index_k must have as many entries as tokens \(6\) or none, got 3"),
-    ({"token_index_k": lambda old: old.flip(0)}, "token_index_k: the rows of document 0 must ascend"),
-    ({"token_index_k": lambda old: ints(0, 2, 4, 5, 6, 8)}, "document 1 has rows 4 to 8 outside the 8 rows"),
-    ({"token_index_k": lambda old: ints(0, 4, 4, 5, 6, 7)}, "runs over a batch row of 4 tokens; end documents at the"),
-    (
-        {"token_index_k": lambda old: ints(4, 5, 0, 1, 2, 3)},
-        "has its queries in batch row 0 and its keys in batch row 1",
-    ),
-    ({"diagonal_offsets": lambda old: ints(1, 0)}, r"document 0 has gaps, 2 queries .*must be in \[0, 0\], got 1"),
-]
-
-
-@pytest.mark.parametrize("changes,message", BAD_LAYOUTS, ids=[message for _, message in BAD_LAYOUTS])
-def test_layouts_that_somebody_made_by_hand(changes, message):
-    query = torch.randn(2, 2, 4, 8)
-    settings = (True, -1, -1, 0.25, 0.0, "auto")
-    ops.varlen_attention_forward(query, query, query, *changed_layout(), *settings)
-    with pytest.raises(ValueError, match=message):
-        ops.varlen_attention_forward(query, query, query, *changed_layout(**changes), *settings)
-
-
 def test_an_unknown_instruction_set_is_refused():
     before = ops.cpu_isa()
     with pytest.raises(ValueError, match=r"avx9000.*scalar"):

@@ -675,8 +675,37 @@ def test_a_function_without_a_context_has_the_last_16_documents(later):
         losses[0].backward()
         assert_gradients(model.gradients(), expected, "setup_context")
     else:
-        with pytest.raises(RuntimeError, match=r"are gone: .*with setup_context.*16 later ones.* Arm \(or call"):
+        with pytest.raises(
+            RuntimeError, match=r"are gone: .*with setup_context.*16 later ones.* Run that backward before"
+        ):
             losses[0].backward()
+
+
+def test_a_used_document_is_not_the_oldest_of_the_last_16():
+    """What counts is the latest forward, not the first."""
+    model = hooked("none", num_layers=1)
+    forward = (batch(1).requires_grad_(), SPLITS[0])
+    expected = expected_gradients(model, [forward])
+
+    def run():
+        return SetupContextCheckpoint.apply(model, forward[0]).square().sum()
+
+    first = ArmedDocuments(SPLITS[0])
+    _PACKED_STATE.set(first)
+    run()
+    for _ in range(15):
+        arm(SPLITS[2])
+        run()
+    _PACKED_STATE.set(first)
+    loss = run()
+    del first
+    for _ in range(15):
+        arm(SPLITS[2])
+        run()
+    disable_cp1_packed_varlen()
+    gc.collect()
+    loss.backward()
+    assert_gradients(model.gradients(), expected, "used twice")
 
 
 def test_a_failed_backward_leaves_no_redirect():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from packed_sdpa import bench_report
+from packed_sdpa.bench_measure import GEMM, TILES
 from packed_sdpa.tables import make_console
 
 
 def test_no_heading_is_cut_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    names = ("packed_sdpa", "loop_expanded", "loop_gqa", "dense", "flex", "gemm")
+    names = ("packed_sdpa", "loop_expanded", "loop_gqa", "dense", "flex", GEMM, TILES)
     row = {"case": "M1", "title": "M1 mean 512", "dtype": "float32", "pass": "forward"}
     rows = [{**row, "contender": name, "gflops": 1234.5} for name in names]
     grid = bench_report.kernel_grid(rows, "float32", "forward")
