@@ -353,7 +353,7 @@ def test_enabled_is_an_ab_switch(llama, batch):
 @pytest.mark.parametrize("route", ["interface", "hooks"])
 def test_a_disabled_handle_hides_armed_documents(llama, batch, route):
     stock = llama(input_ids=batch["input_ids"]).logits
-    packed_sdpa.arm(batch["doc_ids"])
+    packed_sdpa.arm(doc_ids())
     try:
         with packed_sdpa.attach(llama, route=route, documents=None) as handle:
             packed = llama(input_ids=batch["input_ids"], use_cache=False).logits
