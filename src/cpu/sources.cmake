@@ -1,6 +1,7 @@
 # The CPU kernels, free of torch: part of the library, and built alone for the sanitizers.
 set(PACKED_SDPA_CPU_KERNEL_SOURCES
   src/cpu/documents.cpp
+  src/cpu/huge_pages.cpp
   src/cpu/isa.cpp
   src/cpu/kernels.cpp
   src/cpu/padding.cpp

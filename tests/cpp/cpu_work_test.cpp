@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu/documents.h"
+#include "cpu/huge_pages.h"
 #include "cpu/tiled.h"
 #include "cpu/work_items.h"
 #include "cpu_testing.h"
@@ -80,6 +81,17 @@ TEST(WorkItemsTest, EveryBlockOnceAndKeyBlocksInOrder) {
       expected += std::max<int64_t>(1, (length + block - 1) / block) * heads;
     EXPECT_EQ(static_cast<int64_t>(seen.size()), expected);
     for (const auto& [key, count] : seen) EXPECT_EQ(count, 1);
+  }
+}
+
+TEST(HugePagesTest, MemoryKeepsWhatItHolds) {
+  for (const size_t bytes : {size_t{0}, size_t{100}, size_t{16} << 20, (size_t{21} << 20) + 4321}) {
+    std::vector<unsigned char> memory(bytes + 3, 7);
+    advise_huge_pages(memory.data() + 1, bytes);
+    for (size_t i = 0; i < memory.size(); i += 511) {
+      ASSERT_EQ(memory[i], 7);
+      memory[i] = 8;
+    }
   }
 }
 
