@@ -96,19 +96,14 @@ class TimingExecutor final : public cpu::Executor {
   std::vector<double> seconds_;
 };
 
-// A result that nobody has written to.
-cpu::StridedTensor fresh(const at::Tensor& tensor) {
-  cpu::advise_huge_pages(tensor.mutable_data_ptr(), tensor.nbytes());
-  return strided(tensor);
-}
-
 void run_forward(const AttentionCall& call, const ForwardResult& result, cpu::Executor& executor) {
   cpu::ForwardParams params;
   fill_common(params, call, result.rng_state);
   params.query = strided(call.query);
   params.key = strided(call.key);
   params.value = strided(call.value);
-  params.out = fresh(result.out);
+  cpu::advise_huge_pages(result.out.mutable_data_ptr(), result.out.nbytes());
+  params.out = strided(result.out);
   params.lse = result.lse.mutable_data_ptr();
   cpu::forward(params, executor);
 }
@@ -124,9 +119,9 @@ void run_backward(const AttentionCall& call, const at::Tensor& grad_out, const F
   params.out = strided(saved.out);
   params.grad_out = strided(grad_out);
   params.lse = lse.const_data_ptr();
-  params.grad_query = fresh(gradients.grad_query);
-  params.grad_key = fresh(gradients.grad_key);
-  params.grad_value = fresh(gradients.grad_value);
+  params.grad_query = strided(gradients.grad_query);
+  params.grad_key = strided(gradients.grad_key);
+  params.grad_value = strided(gradients.grad_value);
   cpu::backward(params, executor);
 }
 
