@@ -48,7 +48,7 @@ def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 return function(*args, **kwargs)
             if disabled is None:
                 # The mark below is looked at where a caller is traced; a frame of its own is told by its code.
-                torch._dynamo.eval_frame.skip_code(run.__code__)
+                torch._dynamo.eval_frame.skip_code(run.__code__)  # type: ignore[attr-defined]
                 disabled = torch.compiler.disable(function, reason=reason)
             return disabled(*args, **kwargs)
 

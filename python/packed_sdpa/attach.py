@@ -7,7 +7,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -170,11 +170,13 @@ class Attachment:
         if not self.found.hooks:
             return proceed(*args, **kwargs)
         if _torch_private.tracer() == JIT_TRACE:
-            raise RuntimeError(f"packed_sdpa: an attached model is run by {JIT_TRACE}, {UNSUPPORTED_JIT_TRACE}")
+            self._refuse_jit_trace()
         run = run_scoped if torch.compiler.is_exporting() else self._run_scoped
         return run(armed, self.number, proceed, args, kwargs)
 
     def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
+        if _torch_private.tracer() == JIT_TRACE:
+            self._refuse_jit_trace()
         if _torch_private.in_func_transform():
             return self._none_in_a_transform(arguments)
         if _torch_private.tracer() is not None:
@@ -203,6 +205,10 @@ class Attachment:
             if documents is not armed:
                 self.ledger.layouts_built += 1
         return documents
+
+    def _refuse_jit_trace(self) -> NoReturn:
+        name = type(self.model()).__name__
+        raise RuntimeError(f"packed_sdpa: an attached {name} is run by {JIT_TRACE}, {UNSUPPORTED_JIT_TRACE}")
 
     def _none_in_a_tracer(self, arguments: dict[str, Any]) -> Documents | None:
         """A graph is recorded: raises when there may be documents, whose values a tracer does not show."""

@@ -138,10 +138,11 @@ def document_mask(
     mask_function = mask_function if mask_function is not None else masking.causal_mask_function
     scope = current_scope()
     device = torch.device(device)
-    if scope is not None:
-        documents = scope.documents
-    else:
+    if scope is None:
+        _refuse_tracers(mask_function)
         documents = _documents_outside_attach(mask_function, attention_mask)
+    else:
+        documents = scope.documents
     whole = (
         documents is not None
         and documents.shape == (batch_size, q_length)
@@ -161,12 +162,6 @@ def document_mask(
             device=device,
             **kwargs,
         )
-    tracer = _torch_private.tracer()
-    if tracer is not None:
-        raise RuntimeError(
-            f"packed_sdpa: the attention of this model has documents (from {documents.source}) in {tracer}, "
-            f"{UNSUPPORTED_TRACER}"
-        )
     rule, others = _read_mask_function(mask_function)
     if rule.chunk_size:
         documents = documents.in_chunks(rule.chunk_size)
@@ -177,10 +172,33 @@ def document_mask(
     )
 
 
+def _refuse_tracers(mask_function: Callable) -> None:
+    """A graph is recorded of a model that uses our name without ``attach``: raises when there may be documents."""
+    tracer = _torch_private.tracer()
+    if tracer is None:
+        return
+    if tracer == _torch_private.JIT_TRACE:
+        raise RuntimeError(
+            f"packed_sdpa: a model with attn_implementation={IMPLEMENTATION!r} is run by {tracer}, which cannot call "
+            "the operators that find documents; trace it with attn_implementation='sdpa'"
+        )
+    told = ["position_ids"] if any(_kind(part) == _PACKED for part in _parts(mask_function)) else []
+    if documents_armed_by_hand() is not None:
+        told.append("the armed doc_ids")
+    if told:
+        raise RuntimeError(
+            f"packed_sdpa: a model with attn_implementation={IMPLEMENTATION!r} may have documents "
+            f"({', '.join(told)}) in {tracer}, {UNSUPPORTED_TRACER}"
+        )
+
+
+_PACKED = "packed_sequence_mask_function"
+
+
 def _documents_outside_attach(mask_function: Callable, attention_mask: Tensor | None) -> Documents | None:
     """Documents that Transformers itself found, for a model that uses our name without ``attach``."""
     for part in _parts(mask_function):
-        if _kind(part) == "packed_sequence_mask_function":
+        if _kind(part) == _PACKED:
             ids = _closure(part)["packed_sequence_mask"] + 1
             if attention_mask is not None:
                 ids = ids.masked_fill(attention_mask == 0, 0)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_WIDTH = 140  # columns, where nothing tells how many there are
+_WIDTH = 160  # columns, where nothing tells how many there are
 
 
 def make_console() -> Console:
-    """Standard output; 140 columns wide where it is no terminal (rich takes 80) and ``COLUMNS`` is not set."""
+    """Standard output; 160 columns wide where it is no terminal (rich takes 80) and ``COLUMNS`` is not set."""
     from rich.console import Console
 
     console = Console()
@@ -20,7 +20,7 @@ def make_console() -> Console:
 
 
 def as_text(table: RenderableType) -> str:
-    """The table as plain text, 140 columns wide."""
+    """The table as plain text, 160 columns wide."""
     from rich.console import Console
 
     console = Console(width=_WIDTH)

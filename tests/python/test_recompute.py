@@ -290,7 +290,7 @@ def test_case_45_selective_policy_on_our_op(policy, launches):
 
     model = Model(num_layers=1)
     attach_cp1_packed_varlen_hooks(model)
-    x = torch.randn(1, ROWS, 16, requires_grad=True)
+    x = batch(1).requires_grad_()
     expected = torch.autograd.grad(model.reference(x, SPLITS[0]).square().sum(), [x, *model.parameters()])
     enable_cp1_packed_varlen(SPLITS[0], "flash")
     contexts = functools.partial(create_selective_checkpoint_contexts, choose)

@@ -12,7 +12,7 @@ from packed_sdpa.tables import make_console
 def test_no_heading_is_cut_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     names = ("packed_sdpa", "loop_expanded", "loop_gqa", "dense", "flex", GEMM, TILES)
-    row = {"case": "M1", "title": "M1 mean 512", "dtype": "float32", "pass": "forward"}
+    row = {"case": "M1", "title": "mean 512", "dtype": "float32", "pass": "forward"}
     rows = [{**row, "contender": name, "gflops": 1234.5} for name in names]
     grid = bench_report.kernel_grid(rows, "float32", "forward")
     bench_report.print_tables(make_console(), {"machine": {}, "kernels": rows})
