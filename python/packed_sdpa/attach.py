@@ -126,8 +126,8 @@ class Attachment:
             if prepared is None:
                 return proceed(*args, **kwargs)
             scope, args, kwargs = prepared
-        else:  # a scope without documents hides those that are armed by hand
-            scope = ForwardScope(self.ledger, None, frozenset(), self.on_mask, None)
+        else:  # a scope without documents hides those that are armed by hand; its ledger is read by nobody
+            scope = ForwardScope(Ledger(), None, frozenset(), self.on_mask, None)
         documents = scope.documents
         armed = None if documents is None else documents.armed
         try:

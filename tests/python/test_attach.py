@@ -359,7 +359,10 @@ def test_a_disabled_handle_hides_armed_documents(llama, batch, route):
             packed = llama(input_ids=batch["input_ids"], use_cache=False).logits
             assert difference(packed, stock) > 1e-3
             handle.enabled = False
+            counted = packed_sdpa.report(handle).passed
             assert torch.equal(llama(input_ids=batch["input_ids"]).logits, stock)
+            if route == "interface":
+                assert packed_sdpa.report(handle).passed == counted
             handle.enabled = True
             assert torch.equal(llama(input_ids=batch["input_ids"], use_cache=False).logits, packed)
     finally:
