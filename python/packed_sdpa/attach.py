@@ -175,12 +175,13 @@ class Attachment:
         return run(armed, self.number, proceed, args, kwargs)
 
     def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
-        if _torch_private.tracer() == JIT_TRACE:
+        tracer = _torch_private.tracer()
+        if tracer == JIT_TRACE:
             self._refuse_jit_trace()
         if _torch_private.in_func_transform():
             return self._none_in_a_transform(arguments)
-        if _torch_private.tracer() is not None:
-            return self._none_in_a_tracer(arguments)
+        if tracer is not None:
+            return self._none_in_a_tracer(arguments, tracer)
         told = None
         if callable(self.documents):
             told = self.documents(*args, **kwargs) if outermost else None
@@ -210,7 +211,7 @@ class Attachment:
         name = type(self.model()).__name__
         raise RuntimeError(f"packed_sdpa: an attached {name} is run by {JIT_TRACE}, {UNSUPPORTED_JIT_TRACE}")
 
-    def _none_in_a_tracer(self, arguments: dict[str, Any]) -> Documents | None:
+    def _none_in_a_tracer(self, arguments: dict[str, Any], tracer: str) -> Documents | None:
         """A graph is recorded: raises when there may be documents, whose values a tracer does not show."""
         told = [name for name in SOURCE_KEYWORDS if arguments.get(name) is not None] if self.documents else []
         if callable(self.documents):
@@ -220,7 +221,7 @@ class Attachment:
         if told:
             raise RuntimeError(
                 f"packed_sdpa: the forward of an attached {type(self.model()).__name__} may have documents "
-                f"({', '.join(told)}) in {_torch_private.tracer()}, {UNSUPPORTED_TRACER}"
+                f"({', '.join(told)}) in {tracer}, {UNSUPPORTED_TRACER}"
             )
         return None
 

@@ -494,7 +494,7 @@ def test_any_number_of_reentrant_forwards_in_flight():
 # What is kept alive.
 
 
-class SetupContextCheckpoint(torch.autograd.Function):
+class SetupContextCheckpoint(OwnCheckpoint):
     """A recompute scheme whose forward is not given its context, so nothing of it can be found while it runs."""
 
     @staticmethod
@@ -506,15 +506,6 @@ class SetupContextCheckpoint(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.module = inputs[0]
         ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            out = ctx.module(x)
-        torch.autograd.backward(out, grad)
-        return None, x.grad
 
 
 class DecoratedCheckpoint(OwnCheckpoint):
