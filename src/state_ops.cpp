@@ -4,6 +4,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -76,8 +77,11 @@ DocumentsPtr documents_with(int64_t id) {
   return documents;
 }
 
-c10::intrusive_ptr<DocumentsHolder> find_documents(int64_t id) {
-  return c10::make_intrusive<DocumentsHolder>(documents_with(id));
+// Nothing where they are not alive any more.
+std::optional<c10::intrusive_ptr<DocumentsHolder>> find_documents(int64_t id) {
+  DocumentsPtr documents = state::find_documents(id);
+  if (documents == nullptr) return std::nullopt;
+  return c10::make_intrusive<DocumentsHolder>(std::move(documents));
 }
 
 void keep_documents(int64_t id) {
@@ -138,7 +142,8 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
       .def("set", &SharedVariable::set)
       .def("reset", &SharedVariable::reset)
       .def("take_released", &SharedVariable::take_released);
-  library.def("find_documents(int id) -> __torch__.torch.classes.packed_sdpa.ArmedDocuments", find_documents);
+  library.def("find_documents(int id) -> __torch__.torch.classes.packed_sdpa.ArmedDocuments?",
+              find_documents);
   library.def("resolve_documents(int[] attachments, int hooked_thread, int hooked_sequence) -> int",
               resolve_documents);
   library.def("keep_documents(int id) -> ()", keep_documents);

@@ -66,11 +66,14 @@ class ArmedDocuments:
 _alive: weakref.WeakValueDictionary[int, ArmedDocuments] = weakref.WeakValueDictionary()
 
 
-def documents_with(number: int) -> ArmedDocuments:
+def documents_with(number: int) -> ArmedDocuments | None:
+    """None when they are not alive any more."""
     documents = _alive.get(number)
     if documents is None:
-        documents = ArmedDocuments.__new__(ArmedDocuments)
-        documents._fill(ops.find_documents(number))
+        core = ops.find_documents(number)
+        if core is not None:
+            documents = ArmedDocuments.__new__(ArmedDocuments)
+            documents._fill(core)
     return documents
 
 
@@ -91,18 +94,23 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
         raise RuntimeError(
             f"packed_sdpa: a hooked model or _packed_varlen_sdpa is run by {tracer}, {UNSUPPORTED_JIT_TRACE}"
         )
-    number = _resolve(attachments, *hooked_at)
-    if number and tracer is not None:
+    documents = None
+    while documents is None:
+        number = _resolve(attachments, *hooked_at)
+        if number == 0:
+            return None
+        documents = documents_with(number)  # None: another thread has armed others since
+    if tracer is not None:
         raise RuntimeError(
             f"packed_sdpa: scaled_dot_product_attention was called with armed documents in {tracer}, "
             f"{UNSUPPORTED_TRACER}"
         )
-    if number and _torch_private.in_func_transform():
+    if _torch_private.in_func_transform():
         raise NotImplementedError(
             "packed_sdpa: scaled_dot_product_attention was called with armed documents within a torch.func transform "
             f"(vmap, grad, jvp, ...), {UNSUPPORTED_TRANSFORM}"
         )
-    return documents_with(number) if number else None
+    return documents
 
 
 @_torch_private.untraced("packed_sdpa ties documents to the graph of a forward")

@@ -205,15 +205,19 @@ def _worker(job_file: Path, errors: Any) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "packed_sdpa.demo_worker", str(job_file)]
     # Threads that wait must sleep: on a machine that is busy otherwise, spinning made both halves 3 to 5 times as slow.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    # Closing its standard input ends it too, when this process is killed or a signal comes while Popen runs.
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+    )
     try:
         yield process
     finally:
         if process.poll() is None:
             process.terminate()
         process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> bool:

@@ -1,11 +1,13 @@
 """One half of the demo, in a process of its own: trains the model, and for the packed half proves that documents are
 isolated. ``python -m packed_sdpa.demo_worker JOB.json`` writes one JSON object a line to standard output: a step each,
-then the result."""
+then the result. It ends when its standard input does: with whoever started it, however that came to an end."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -85,7 +87,17 @@ def train(
         emit({"step": step + 1, "loss": loss.item(), "seconds": seconds, "tokens": tokens})
 
 
+def _end_with_standard_input() -> None:
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 4096):  # sys.stdin itself would be locked when the interpreter ends
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def main() -> int:
+    _end_with_standard_input()
     job = Job.load(Path(sys.argv[1]))
 
     def emit(message: dict[str, Any]) -> None:

@@ -3,8 +3,9 @@
 Two ways at once, because each misses calls that the other sees:
 
 - the attribute ``torch.nn.functional.scaled_dot_product_attention`` (what most models call, also
-  ``nn.MultiheadAttention``, and what torch.compile traces). It is one for all threads, so the packed function itself
-  passes calls of threads that are outside of every hooked forward through;
+  ``nn.MultiheadAttention``, and what torch.compile traces). It is one for all threads, and a thread that has read it
+  may make its call after the hooked forward has ended, so the packed function itself passes through what a thread
+  outside of every hooked forward calls as SDPA (`called_as_sdpa`);
 - a kernel for the operator on a dispatch key that is on in this thread only (by-name imports, ``torch.ops.aten``,
   ``functools.partial``, the fused operator of ``nn.MultiheadAttention`` in evaluation). A TorchFunctionMode would see
   them too, at 90 us a hooked call, and torch itself can leave one behind when an interrupt comes.
@@ -16,7 +17,9 @@ any point.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packed_sdpa import _torch_private
+from packed_sdpa.call_site import names_at_call
 
 if TYPE_CHECKING:
     from packed_sdpa.hooks import AttentionHook
@@ -50,10 +54,16 @@ class _ThreadState(threading.local):
         self.by_name = False  # the operator itself was called, past the attribute
 
 
+_SDPA = "scaled_dot_product_attention"
+_PACKED = "_packed_varlen_sdpa"
+
 _thread = _ThreadState()
 _lock = threading.RLock()
 _inside: set[int] = set()  # threads within a hooked forward
+_visitors: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # those that have been within one, but for recomputes
 _packed: Sdpa | None = None  # the function that takes SDPA's place
+_has_swapped = False  # at least once
+_is_swapped = False  # the packed function is in SDPA's place by us, not by the user's own hand
 _outer: Sdpa = F.scaled_dot_product_attention  # what was there when the first thread entered
 _before_outer: Sdpa = _torch_private.STOCK_SDPA
 
@@ -77,7 +87,7 @@ def install(packed: Sdpa, native_multi_head_attention: Callable[..., tuple[Tenso
             return without_catching(_torch_private.NATIVE_MULTI_HEAD_ATTENTION, *args, **kwargs)
         return native_multi_head_attention(*args, **kwargs)
 
-    _torch_private.catch_operators({"scaled_dot_product_attention": by_name, "_native_multi_head_attention": native})
+    _torch_private.catch_operators({_SDPA: by_name, "_native_multi_head_attention": native})
 
 
 def current_frame() -> Frame | None:
@@ -85,9 +95,29 @@ def current_frame() -> Frame | None:
     return frames[-1] if frames else None
 
 
-def is_bystander() -> bool:
-    """This thread is outside of every hooked forward while another one is inside of one."""
-    return not _thread.frames and bool(_inside)
+def called_as_sdpa(caller: FrameType) -> bool:
+    """``caller``, outside of every hooked forward, calls the packed function for SDPA, in whose place it found it.
+
+    By when it makes the call the swap may have ended. A call by the packed function's own name is none, nor is one by a
+    user who put it in SDPA's place. Where the call names neither (a variable, a partial) it counts while another
+    thread runs a hooked forward; after that when the caller's code names SDPA alone and such a thread still lives.
+    """
+    with _lock:
+        by_hand = F.scaled_dot_product_attention is _packed and not _is_swapped
+    if by_hand or not _has_swapped:
+        return False
+    called = names_at_call(caller)
+    if _SDPA in called or _PACKED in called:
+        return _PACKED not in called
+    code = caller.f_code
+    known = {*code.co_names, *code.co_freevars, *code.co_varnames}
+    if _PACKED in known:
+        return False
+    return bool(_inside) or (_SDPA in known and any(thread.is_alive() for thread in _other_visitors()))
+
+
+def _other_visitors() -> list[threading.Thread]:
+    return [thread for thread in list(_visitors) if thread is not threading.current_thread()]
 
 
 def height() -> int:
@@ -96,7 +126,7 @@ def height() -> int:
 
 def enter(hook: AttentionHook) -> Frame:
     """Begins a hooked forward in this thread. The caller leaves it, by the height before, in a ``finally``."""
-    global _outer, _before_outer
+    global _outer, _before_outer, _has_swapped, _is_swapped
     frame = Frame(hook)
     frames = _thread.frames
     frames.append(frame)
@@ -104,11 +134,14 @@ def enter(hook: AttentionHook) -> Frame:
     if thread not in _inside or F.scaled_dot_product_attention is not _packed:
         with _lock:
             _inside.add(thread)
+            if _torch_private.current_graph_task() == _torch_private.NO_GRAPH_TASK:
+                _visitors.add(threading.current_thread())
             current = F.scaled_dot_product_attention
             if current is not _packed:
                 if current is not _outer:
                     _before_outer = _outer
                     _outer = current
+                _has_swapped = _is_swapped = True
                 F.scaled_dot_product_attention = _packed  # type: ignore[assignment]
     if not torch.compiler.is_compiling():
         _torch_private.set_catching(True)
@@ -117,6 +150,7 @@ def enter(hook: AttentionHook) -> Frame:
 
 def leave(down_to: int) -> None:
     """Ends this thread's hooked forwards above a height; those that have ended already are no matter."""
+    global _is_swapped
     frames = _thread.frames
     while len(frames) > down_to:
         frames.pop()
@@ -128,8 +162,9 @@ def leave(down_to: int) -> None:
     thread = threading.get_ident()
     if thread in _inside:
         with _lock:
-            if _inside == {thread} and F.scaled_dot_product_attention is _packed:
+            if _inside == {thread} and _is_swapped and F.scaled_dot_product_attention is _packed:
                 F.scaled_dot_product_attention = _outer
+                _is_swapped = False
             _inside.discard(thread)
 
 

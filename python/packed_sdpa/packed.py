@@ -137,7 +137,7 @@ def _untraced(*args: Any) -> Tensor:
     return _this_function(*args)
 
 
-_this_function = _packed_varlen_sdpa  # by another name: who called it is not known here (_caller_names_us)
+_this_function = _packed_varlen_sdpa  # by another name: who called it is not known here (called_as_sdpa)
 
 
 def _packed_multi_head_attention(
@@ -191,7 +191,7 @@ interception.install(_packed_varlen_sdpa, _packed_multi_head_attention)
 def _reason_without_documents(frame: Frame | None, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why this call is not ours whatever is armed."""
     if frame is None:
-        if interception.is_bystander() and not _caller_names_us():
+        if interception.called_as_sdpa(sys._getframe(2)):
             return UNARMED
     elif not frame.hook.is_causal():
         return NOT_CAUSAL
@@ -199,16 +199,6 @@ def _reason_without_documents(frame: Frame | None, query: Tensor, key: Tensor, v
         if operand.dim() != 4 or operand.is_nested:
             return NOT_4D
     return None
-
-
-def _caller_names_us() -> bool:
-    """A call by our own name, not by that of SDPA, which this function stands in for in all threads.
-
-    The caller's code tells: a direct call through an alias (another name, a variable, a partial), made while another
-    thread runs a hooked forward, cannot be told from a call of SDPA and is passed to stock.
-    """
-    code = sys._getframe(3).f_code
-    return "_packed_varlen_sdpa" in code.co_names or "_packed_varlen_sdpa" in code.co_freevars
 
 
 def _mismatch(documents: ArmedDocuments, query: Tensor, key: Tensor, value: Tensor) -> str | None:

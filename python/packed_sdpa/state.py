@@ -44,9 +44,10 @@ class _ThreadSharedVar:
             if handle == 0:
                 return None
             if handle < 0:  # documents that were armed in C++
-                return documents_with(-handle)
-            value = self._values.get(handle)
-            if value is not None:
+                value: object = documents_with(-handle)
+            else:
+                value = self._values.get(handle)
+            if value is not None:  # else another thread has set another one since
                 return value
 
     def set(self, value: Any) -> _Token:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 import packed_sdpa
@@ -206,7 +209,18 @@ def test_version_and_oldest_python_are_stated_once() -> None:
     assert not used & {"numpy", "psutil"}  # so they are no dependencies
 
 
-def test_a_terminated_demo_leaves_no_worker(tmp_path: Path) -> None:
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "after_seconds"),  # since the worker was started: in its imports, in its training
+    [(signal.SIGTERM, 143, 0), (signal.SIGKILL, -9, 0), (signal.SIGTERM, 143, 4)],
+)
+def test_a_demo_that_ends_early_leaves_no_worker(tmp_path: Path, number: int, code: int, after_seconds: float) -> None:
     folder = model_folder(tmp_path / "model")
     command = [sys.executable, "-m", "packed_sdpa.cli", "demo", "--model", str(folder), "--out", str(tmp_path / "out")]
     demo = subprocess.Popen([*command, "--steps", "100000", "--seq-len", "64"], stdout=subprocess.DEVNULL)
@@ -214,12 +228,16 @@ def test_a_terminated_demo_leaves_no_worker(tmp_path: Path) -> None:
     def workers() -> list[int]:
         return [int(pid) for pid in Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()]
 
-    deadline = time.monotonic() + 60
-    while not workers() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    def wait_until(holds: Callable[[], object]) -> bool:
+        deadline = time.monotonic() + 60
+        while not holds() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return bool(holds())
+
+    assert wait_until(workers)
     children = workers()
-    assert children
-    demo.terminate()
-    assert demo.wait(30) == 143
+    time.sleep(after_seconds)
+    demo.send_signal(number)
+    assert demo.wait(30) == code
     for pid in children:
-        assert not Path(f"/proc/{pid}").exists()
+        assert wait_until(lambda pid=pid: not is_running(pid)), pid

@@ -44,7 +44,8 @@ def left_behind():
         for what, is_there in {
             "attribute": F.scaled_dot_product_attention is not STOCK,
             "frames": interception.height() > 0,
-            "threads inside": interception.is_bystander(),
+            "threads inside": interception._inside,
+            "swapped": interception._is_swapped,
             "dispatch key": _torch_private.is_catching(),
             "flags": interception._thread.outside or interception._thread.by_name,
         }.items()
@@ -344,6 +345,156 @@ def test_case_33_two_hooked_threads_and_a_bystander():
     finally:
         sys.setswitchinterval(before)
     assert not failures, failures[:5]
+
+
+def test_a_thread_that_reads_while_another_rearms_gets_documents_of_one_arming():
+    running = threading.Event()
+    running.set()
+    x = operand()
+    ids = [IDS, torch.tensor([[1, 2, 2, 2, 2, 2, 2, 2]])]
+    right = [plain_attention(x, x, x, dense_mask(one, ROWS)) for one in ids]
+    enable_cp1_packed_varlen(ids[0], "flash")
+    failures = []
+
+    def read():
+        model = hooked(Attention())
+        while running.is_set():
+            for out in (model(x), called_by_its_own_name(x)):
+                if not any(torch.allclose(out, one) for one in right):
+                    failures.append(out)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    reader = threading.Thread(target=read)
+    try:
+        reader.start()
+        for step in range(3000):
+            enable_cp1_packed_varlen(ids[step % 2], "flash")
+        running.clear()
+        reader.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failures, failures[:2]
+
+
+def call_late(x, forward_has_ended):
+    """SDPA is read first, then the operands are evaluated."""
+    return F.scaled_dot_product_attention(forward_has_ended(x), x, x)
+
+
+def call_late_by_keywords(x, forward_has_ended):
+    # fmt: off
+    return torch.nn.functional.scaled_dot_product_attention(
+        key=x, value=x, query=
+        forward_has_ended(x),
+    )
+    # fmt: on
+
+
+def call_late_by_a_variable(x, forward_has_ended):
+    sdpa = F.scaled_dot_product_attention
+    forward_has_ended(x)
+    return sdpa(x, x, x)
+
+
+def call_late_by_a_local_import(x, forward_has_ended):
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    forward_has_ended(x)
+    return sdpa(x, x, x)
+
+
+def call_late_by_a_partial(x, forward_has_ended):
+    return functools.partial(F.scaled_dot_product_attention, forward_has_ended(x))(x, value=x)
+
+
+def call_late_by_unpacking(x, forward_has_ended):
+    return F.scaled_dot_product_attention(*(forward_has_ended(x),), **{"key": x, "value": x})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        call_late,
+        call_late_by_keywords,
+        call_late_by_a_variable,
+        call_late_by_a_local_import,
+        call_late_by_a_partial,
+        call_late_by_unpacking,
+    ],
+)
+def test_case_33_a_bystander_that_calls_what_it_read_during_a_hooked_forward_gets_stock(call):
+    model = hooked(Attention())
+    inside, was_read, over, called = (threading.Event() for _ in range(4))
+    outputs = []
+    x = operand()
+
+    def before():
+        inside.set()
+        assert was_read.wait(10)
+
+    def train():
+        enable_cp1_packed_varlen(IDS, "flash")
+        model(operand())
+        enable_cp1_packed_varlen(IDS, "flash")  # in force when the bystander calls
+        over.set()
+        assert called.wait(10)
+
+    def forward_has_ended(x):
+        assert is_swapped()
+        was_read.set()
+        assert over.wait(10)
+        return x
+
+    def bystander():
+        assert inside.wait(10)
+        outputs.append(call(x, forward_has_ended))
+        called.set()
+
+    model.self_attn.before = before
+    threads = [threading.Thread(target=train), threading.Thread(target=bystander)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(outputs[0], STOCK(x, x, x))
+
+
+def test_a_swap_by_the_users_own_hand_is_no_bystanders_and_is_left_as_it_is(monkeypatch):
+    x = operand()
+    packed_output = plain_attention(x, x, x, dense_mask(IDS, ROWS))
+    model = hooked(Attention())
+    enable_cp1_packed_varlen(IDS, "flash")
+    model(x)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", _packed_varlen_sdpa)
+    torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x), packed_output)
+    torch.testing.assert_close(model(x), packed_output)
+    assert is_swapped()
+    torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x), packed_output)
+
+
+def test_a_patch_that_is_undone_after_the_forward_leaves_nobody_packed():
+    model = hooked(Attention())
+    x = operand()
+    enable_cp1_packed_varlen(IDS, "flash")
+    undo = []
+
+    def patch():
+        original = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = lambda *args, **kwargs: original(*args, **kwargs)
+        undo.append(original)
+
+    model.self_attn.before = patch
+    torch.testing.assert_close(model(x), plain_attention(x, x, x, dense_mask(IDS, ROWS)))
+    F.scaled_dot_product_attention = undo[0]  # the packed function, now outside of every hooked forward
+    try:
+        assert is_swapped()
+        assert torch.equal(F.scaled_dot_product_attention(x, x, x), STOCK(x, x, x))
+        model.self_attn.before = lambda: None
+        model(x)
+        assert nothing_is_left()
+    finally:
+        F.scaled_dot_product_attention = STOCK
 
 
 def called_by_its_own_name(x):
