@@ -103,6 +103,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward_autograd(
     const at::Tensor& diagonal_offsets, const at::Tensor& max_seqlens, bool is_causal, int64_t window_left,
     int64_t window_right, double scale, double dropout_p, std::string_view backend) {
   only_reverse_mode("varlen_attention", {query, key, value});
+  if (!at::GradMode::is_enabled() ||
+      !(query.requires_grad() || key.requires_grad() || value.requires_grad())) {  // no graph: no node
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return ops::varlen_attention_forward(
+        query, key, value,
+        {cu_seqlens_q, cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets, max_seqlens},
+        {{is_causal, window_left, window_right}, scale, dropout_p, std::string(backend)});
+  }
   const variable_list outputs = VarlenAttention::apply(
       query, key, value, cu_seqlens_q, cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets,
       max_seqlens, is_causal, window_left, window_right, scale, dropout_p, std::string(backend));

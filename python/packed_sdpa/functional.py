@@ -18,6 +18,8 @@ from packed_sdpa.graph_layout import GraphLayout
 from packed_sdpa.layout import LayoutTensors, PackedLayout
 from packed_sdpa.packages import PackageCall
 
+_forward = ops.varlen_attention_forward.default  # the packet would look for its overload at each call
+
 
 @overload
 def packed_attention(
@@ -180,7 +182,7 @@ def attention_on_tensors(
                 "backend='auto' takes the first that can"
             )
         backend = "auto"
-    out, lse, _ = ops.varlen_attention_forward(
+    out, lse, _ = _forward(
         query, key, value, *layout, is_causal, window_size[0], window_size[1], scale, dropout_p, backend
     )
     return out, lse

@@ -98,7 +98,11 @@ void run_work_items(Executor& executor, int64_t num_items, size_t scratch_bytes,
   std::vector<double>* seconds = executor.item_seconds();
   if (seconds != nullptr) seconds->assign(static_cast<size_t>(num_items), 0.0);
   Run run{&executor, num_items, scratch_bytes, run_item, context, seconds};
-  executor.run(&run_body, &run);
+  if (num_items == 1) {  // waking other threads takes longer than a small call
+    run_body(&run, 0);
+  } else {
+    executor.run(&run_body, &run);
+  }
 }
 
 }  // namespace packed_sdpa::cpu
