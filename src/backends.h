@@ -1,14 +1,15 @@
 // The backends there are, one factory each; dispatch.cpp puts them in order.
 #pragma once
 
+#include "cpu/kernels.h"
 #include "packed_sdpa/backend.h"
 
 namespace packed_sdpa {
 
 const AttentionBackend& cpu_backend();
-// Seconds of each work item of the CPU kernels' forward (or backward) pass, on one thread, in the order in
-// which threads take them. The call must be checked and without dropout.
-std::vector<double> cpu_item_seconds(const AttentionCall& call, bool backward);
+// Each work item of the CPU kernels' forward (or backward) pass, timed on one thread, in the order in which
+// threads take them. The call must be checked and without dropout.
+std::vector<cpu::ItemNote> cpu_item_notes(const AttentionCall& call, bool backward);
 // Threads that a call's work really runs on: counted, not configured.
 int64_t cpu_parallel_threads();
 const AttentionBackend& flash_backend();

@@ -8,10 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import packed_sdpa
 from packed_sdpa._library import ops
 from packed_sdpa.bench_cases import Case, kernel_cases, log_normal_seqlens
+
+
+@dataclass(frozen=True)
+class Item:
+    """A work item: seconds on one thread and, where items add to one sum in turn, the tiles at which it has a turn.
+
+    Items of one ``sum`` (-1: of none) follow each other; at each tile one waits until the one before it is done there.
+    """
+
+    seconds: float
+    sum: int = -1
+    first_tile: int = 0
+    num_tiles: int = 0
 
 
 @dataclass(frozen=True)
@@ -23,17 +37,30 @@ class Schedule:
     efficiency: float
 
 
-def simulate(item_seconds: Sequence[float], cores: int) -> Schedule:
-    """Items in order, each to the core that is free first, as the thread pool takes them."""
+def simulate(items: Sequence[Item], cores: int) -> Schedule:
+    """Items in order, each to the core that is free first, as the thread pool takes them, with their waits."""
     if cores < 1:
         raise ValueError(f"cores must be at least 1, got {cores}")
-    if not item_seconds:
-        raise ValueError("item_seconds is empty; a call with at least one document has at least one item")
+    if not items:
+        raise ValueError("items is empty; a call with at least one document has at least one")
     free = [0.0] * cores
-    for seconds in item_seconds:
-        heapq.heapreplace(free, free[0] + seconds)
+    tile_ends: dict[int, Tensor] = {}  # of each sum, when each tile was last done
+    for item in items:
+        begin = free[0]
+        if item.sum < 0 or item.num_tiles == 0:
+            heapq.heapreplace(free, begin + item.seconds)
+            continue
+        last = item.first_tile + item.num_tiles
+        before = tile_ends.get(item.sum, torch.zeros(0, dtype=torch.float64))
+        before = torch.nn.functional.pad(before, (0, max(0, last - len(before))))
+        # Tile i is done at end[i] = max(end[i - 1] + seconds of a tile, before[i]).
+        work = item.seconds / item.num_tiles * torch.arange(1, item.num_tiles + 1, dtype=torch.float64)
+        ends = work + (before[item.first_tile : last] - work).clamp(min=begin).cummax(0).values
+        before[item.first_tile : last] = ends
+        tile_ends[item.sum] = before
+        heapq.heapreplace(free, float(ends[-1]))
     makespan = max(free)
-    return Schedule(cores, makespan, sum(item_seconds) / (cores * makespan))
+    return Schedule(cores, makespan, sum(item.seconds for item in items) / (cores * makespan))
 
 
 def schedule_cases() -> list[Case]:
@@ -50,16 +77,15 @@ def measure_schedules(cores: int, dtype_name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for case in schedule_cases():
         for step, backward in (("forward", False), ("backward", True)):
-            schedule = simulate(item_seconds(case, getattr(torch, dtype_name), backward), cores)
+            schedule = simulate(measured_items(case, getattr(torch, dtype_name), backward), cores)
             row = {"case": case.name, "dtype": dtype_name, "pass": step, "cores": cores}
             rows.append({**row, "efficiency": schedule.efficiency, "seconds": schedule.makespan})
     return rows
 
 
-def item_seconds(case: Case, dtype: torch.dtype, backward: bool) -> list[float]:
-    """Seconds of each work item of a call, in the order in which threads take them."""
+def measured_items(case: Case, dtype: torch.dtype, backward: bool) -> list[Item]:
+    """The work items of a call, in the order in which threads take them."""
     query, key, value, _ = case.inputs(dtype)
     layout = packed_sdpa.PackedLayout.from_doc_ids(case.doc_ids)
-    return list(
-        ops.cpu_work_item_seconds(query, key, value, list(layout.tensors()), True, case.window_left, 0, backward)
-    )
+    columns = ops.cpu_work_items(query, key, value, list(layout.tensors()), True, case.window_left, 0, backward)
+    return [Item(*values) for values in zip(*columns, strict=True)]

@@ -90,10 +90,10 @@ class TimingExecutor final : public cpu::Executor {
  public:
   int num_threads() const override { return 1; }
   void run(void (*body)(void* context, int thread), void* context) override { body(context, 0); }
-  std::vector<double>* item_seconds() override { return &seconds_; }
+  std::vector<cpu::ItemNote>* item_notes() override { return &notes_; }
 
  private:
-  std::vector<double> seconds_;
+  std::vector<cpu::ItemNote> notes_;
 };
 
 void run_forward(const AttentionCall& call, const ForwardResult& result, cpu::Executor& executor) {
@@ -176,12 +176,12 @@ int64_t cpu_parallel_threads() {
   return static_cast<int64_t>(seen.size());
 }
 
-std::vector<double> cpu_item_seconds(const AttentionCall& call, bool backward) {
+std::vector<cpu::ItemNote> cpu_item_notes(const AttentionCall& call, bool backward) {
   TimingExecutor executor;
   const ForwardResult result = empty_forward_result(call);
   run_forward(call, result, executor);
   if (backward) run_backward(call, at::ones_like(result.out), result, empty_gradients(call), executor);
-  return *executor.item_seconds();
+  return *executor.item_notes();
 }
 
 }  // namespace packed_sdpa

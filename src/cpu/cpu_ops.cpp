@@ -5,6 +5,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "backends.h"
@@ -37,10 +38,14 @@ void set_cpu_isa(const std::string& name) {
   }
 }
 
-// For schedules on more cores than there are: what each work item of a call costs on one thread.
-std::vector<double> cpu_work_item_seconds(const at::Tensor& query, const at::Tensor& key,
-                                          const at::Tensor& value, at::TensorList layout, bool is_causal,
-                                          int64_t window_left, int64_t window_right, bool backward) {
+// For schedules on more cores than there are: of each work item of a call the seconds on one thread, the sum
+// at which it takes turns (-1: none), the first of its tiles there, and how many they are.
+using WorkItemNotes =
+    std::tuple<std::vector<double>, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
+
+WorkItemNotes cpu_work_items(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                             at::TensorList layout, bool is_causal, int64_t window_left, int64_t window_right,
+                             bool backward) {
   checks::attention_inputs(query, key, value);
   TORCH_CHECK_VALUE(query.is_cpu(), "query must be on the CPU, got ", query.device());
   AttentionCall call;
@@ -52,7 +57,15 @@ std::vector<double> cpu_work_item_seconds(const at::Tensor& query, const at::Ten
   call.scale = 1.0 / std::sqrt(static_cast<double>(query.size(3)));
   checks::mask(call.mask);
   checks::layout_tensors(call.layout, query.size(0), query.size(2), key.size(2));
-  return cpu_item_seconds(call, backward);
+  WorkItemNotes columns;
+  auto& [seconds, sums, first_tiles, num_tiles] = columns;
+  for (const cpu::ItemNote& note : cpu_item_notes(call, backward)) {
+    seconds.push_back(note.seconds);
+    sums.push_back(note.sum);
+    first_tiles.push_back(note.first_tile);
+    num_tiles.push_back(note.num_tiles);
+  }
+  return columns;
 }
 
 }  // namespace
@@ -63,9 +76,10 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
   library.def("set_cpu_isa(str name) -> ()", set_cpu_isa);
   library.def("cpu_parallel_threads() -> int", cpu_parallel_threads);
   library.def(
-      "cpu_work_item_seconds(Tensor query, Tensor key, Tensor value, Tensor[] layout, bool is_causal, "
-      "int window_left, int window_right, bool backward) -> float[]",
-      cpu_work_item_seconds);
+      "cpu_work_items(Tensor query, Tensor key, Tensor value, Tensor[] layout, bool is_causal, "
+      "int window_left, int window_right, bool backward) -> "
+      "(float[] seconds, int[] sums, int[] first_tiles, int[] num_tiles)",
+      cpu_work_items);
 }
 
 }  // namespace packed_sdpa

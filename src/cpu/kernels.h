@@ -19,6 +19,15 @@ const std::vector<CpuIsa>& available_cpu_isas();
 CpuIsa cpu_isa();
 void set_cpu_isa(std::string_view name);
 
+// What one work item cost, and what it has to wait for: at each of its tiles, for the item before it of the
+// same sum.
+struct ItemNote {
+  double seconds = 0.0;
+  int64_t sum = -1;  // a number for each sum whose items take turns; -1: this one waits for nobody
+  int64_t first_tile = 0;
+  int64_t num_tiles = 0;
+};
+
 // How a kernel gets threads: run(body) calls body(t) for t = 0 .. num_threads - 1, concurrently, and returns
 // when all are done. The caller (torch's intra-op pool, a test's std::thread) decides what a thread is.
 class Executor {
@@ -26,9 +35,9 @@ class Executor {
   virtual ~Executor() = default;
   virtual int num_threads() const = 0;
   virtual void run(void (*body)(void* context, int thread), void* context) = 0;
-  // Where the seconds of each work item of the last pass go, in the order in which threads take them; null:
-  // not asked.
-  virtual std::vector<double>* item_seconds() { return nullptr; }
+  // Where the work items of the last pass are noted, in the order in which threads take them; null: not
+  // asked.
+  virtual std::vector<ItemNote>* item_notes() { return nullptr; }
 };
 
 // Both return the name of the kernel that ran, as "avx512::forward_f32_tile64x128" (static storage).

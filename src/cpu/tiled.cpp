@@ -117,6 +117,21 @@ TiledBackward::TiledBackward(const BackwardParams& params_in, int64_t keys_per_i
   }
 }
 
+void TiledBackward::note_turns(std::vector<ItemNote>& notes) const {
+  for (size_t i = 0; i < items.size(); ++i) {
+    const WorkItem& item = items[i];
+    const GradQuerySum* sum = grad_query_sum(item.first_document, item.first_kv_head);
+    if (sum == nullptr) continue;
+    ItemNote& note = notes[i];
+    note.sum = item.first_document * params.shape.num_kv_heads + item.first_kv_head;
+    for (int64_t tile = 0; tile < sum->num_tiles(); ++tile) {
+      const GradQuerySum::Blocks blocks = sum->blocks(tile);
+      if (item.block < blocks.first || item.block > blocks.last) continue;
+      if (note.num_tiles++ == 0) note.first_tile = tile;
+    }
+  }
+}
+
 void run_tiled_forward(const ForwardParams& params, Executor& executor, int64_t rows_per_item,
                        size_t (*scratch_bytes)(const TiledForward& call), RunItem run_item) {
   const int64_t group = params.shape.num_heads / params.shape.num_kv_heads;
@@ -151,6 +166,7 @@ void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_
   GuardedBackward guarded{&call, run_item};
   run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), &run_guarded_item,
                  &guarded);
+  if (executor.item_notes() != nullptr) call.note_turns(*executor.item_notes());
 }
 
 }  // namespace packed_sdpa::cpu

@@ -15,6 +15,7 @@
 
 #include "cpu/documents.h"
 #include "cpu/dropout.h"
+#include "cpu/kernels.h"
 #include "cpu/work_items.h"
 
 namespace packed_sdpa::cpu {
@@ -106,6 +107,8 @@ struct TiledBackward : TiledCall {
   const BackwardParams& params;
   int64_t queries_per_tile;
   std::atomic<bool> abandoned{false};
+  // Adds to notes which items take turns, at which tiles.
+  void note_turns(std::vector<ItemNote>& notes) const;
   // Null for a document of one block.
   GradQuerySum* grad_query_sum(int32_t document, int32_t kv_head) const {
     const int32_t first = first_sum_[static_cast<size_t>(document)];

@@ -12,7 +12,7 @@ struct Run {
   size_t scratch_bytes;
   void (*run_item)(void* context, int64_t item, Scratch& scratch);
   void* context;
-  std::vector<double>* item_seconds;
+  std::vector<ItemNote>* notes;
   std::atomic<int64_t> next{0};
 };
 
@@ -25,14 +25,14 @@ void run_body(void* context, int /*thread*/) {
     const int64_t item = run.next.fetch_add(1, std::memory_order_relaxed);
     if (item >= run.num_items) return;
     scratch.reset();
-    if (run.item_seconds == nullptr) {
+    if (run.notes == nullptr) {
       run.run_item(run.context, item, scratch);
       continue;
     }
     const auto begin = std::chrono::steady_clock::now();
     run.run_item(run.context, item, scratch);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-    (*run.item_seconds)[static_cast<size_t>(item)] = seconds.count();
+    (*run.notes)[static_cast<size_t>(item)].seconds = seconds.count();
   }
 }
 
@@ -95,9 +95,9 @@ std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, in
 void run_work_items(Executor& executor, int64_t num_items, size_t scratch_bytes,
                     void (*run_item)(void* context, int64_t item, Scratch& scratch), void* context) {
   if (num_items == 0) return;
-  std::vector<double>* seconds = executor.item_seconds();
-  if (seconds != nullptr) seconds->assign(static_cast<size_t>(num_items), 0.0);
-  Run run{&executor, num_items, scratch_bytes, run_item, context, seconds};
+  std::vector<ItemNote>* notes = executor.item_notes();
+  if (notes != nullptr) notes->assign(static_cast<size_t>(num_items), {});
+  Run run{&executor, num_items, scratch_bytes, run_item, context, notes};
   if (num_items == 1) {  // waking other threads takes longer than a small call
     run_body(&run, 0);
   } else {

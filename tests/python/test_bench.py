@@ -16,6 +16,7 @@ from packed_sdpa._library import ops
 from packed_sdpa.bench_cases import Case
 from packed_sdpa.bench_contenders import CONTENDERS, dense_mask
 from packed_sdpa.bench_options import CASE_NAMES, CONTENDER_NAMES, PLOT_FILES, BenchOptions, check_targets
+from packed_sdpa.bench_schedule import Item
 from packed_sdpa.errors import InputError
 
 TINY = Case("T", "tiny", num_heads=4, num_kv_heads=2, head_dim=8, seqlens=(5, 1, 9))
@@ -127,21 +128,48 @@ def test_dense_mask_sits_out_where_it_would_not_fit() -> None:
 
 
 def test_schedule_on_more_cores() -> None:
-    even = bench_schedule.simulate([1.0] * 8, cores=4)
+    even = bench_schedule.simulate([Item(1.0)] * 8, cores=4)
     assert (even.makespan, even.efficiency) == (2.0, 1.0)
-    waiting = bench_schedule.simulate([1.0, 1.0, 6.0], cores=2)
+    waiting = bench_schedule.simulate([Item(1.0), Item(1.0), Item(6.0)], cores=2)
     assert waiting.makespan == 7.0 and waiting.efficiency == pytest.approx(8 / 14)
     with pytest.raises(ValueError, match="cores must be at least 1, got 0"):
-        bench_schedule.simulate([1.0], cores=0)
-    with pytest.raises(ValueError, match="item_seconds is empty"):
+        bench_schedule.simulate([Item(1.0)], cores=0)
+    with pytest.raises(ValueError, match="items is empty"):
         bench_schedule.simulate([], cores=1)
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("case", [TINY, TINY_WINDOW], ids=["causal", "window"])
-def test_item_seconds_are_measured(case: Case, backward: bool) -> None:
-    seconds = bench_schedule.item_seconds(case, torch.float32, backward)
+def test_work_items_are_measured(case: Case, backward: bool) -> None:
+    seconds = [item.seconds for item in bench_schedule.measured_items(case, torch.float32, backward)]
     assert seconds and all(second >= 0.0 for second in seconds) and sum(seconds) > 0.0
+
+
+def test_items_of_one_sum_wait_for_their_turns() -> None:
+    # Four tiles of a second each; the second item is a tile behind the first, or waits for nothing at other tiles.
+    first = Item(4.0, sum=3, num_tiles=4)
+    assert bench_schedule.simulate([first, first], cores=2).makespan == 4.0  # done with a tile at the same time
+    slow = Item(8.0, sum=3, num_tiles=4)
+    assert bench_schedule.simulate([slow, first], cores=2).makespan == 8.0
+    late = Item(1.0, sum=3, first_tile=2, num_tiles=1)  # done there at 6, not at 1
+    assert bench_schedule.simulate([slow, late, Item(5.0)], cores=2).makespan == 11.0
+    other = Item(1.0, sum=4, first_tile=2, num_tiles=1)
+    assert bench_schedule.simulate([slow, other, Item(5.0)], cores=2).makespan == 8.0
+
+
+def test_items_of_a_long_document_take_turns() -> None:
+    case = replace(TINY, seqlens=(2048,))
+    assert all(item.sum == -1 for item in bench_schedule.measured_items(case, torch.float32, False))
+    items = bench_schedule.measured_items(case, torch.float32, True)
+    by_sum: dict[int, list[Item]] = {}
+    for item in items:
+        by_sum.setdefault(item.sum, []).append(item)
+    assert len(by_sum) == case.num_kv_heads and -1 not in by_sum
+    for blocks in by_sum.values():  # each block of keys is seen by the queries from its own place to the end
+        ends = {item.first_tile + item.num_tiles for item in blocks}
+        firsts = [item.first_tile for item in blocks]
+        assert len(ends) == 1 and len(blocks) > 1
+        assert firsts == sorted(firsts) and firsts[0] == 0
 
 
 def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
@@ -159,7 +187,11 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
 
 def test_schedule_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case.seq_len for case in bench_schedule.schedule_cases()] == [32768, 32768]
-    monkeypatch.setattr(bench_schedule, "item_seconds", lambda case, dtype, backward: [0.5] * (3 if backward else 4))
+
+    def items(case: Case, dtype: torch.dtype, backward: bool) -> list[Item]:
+        return [Item(0.5)] * (3 if backward else 4)
+
+    monkeypatch.setattr(bench_schedule, "measured_items", items)
     rows = bench_schedule.measure_schedules(2, "float32")
     assert [row["efficiency"] for row in rows] == [1.0, 0.75, 1.0, 0.75]
     assert bench_report.schedule_grid(rows).rows[1] == ("M1 S 32768", "float32", "backward", "2", "75%")

@@ -115,9 +115,10 @@ def test_work_items_are_timed():
     layout = PackedLayout.from_doc_ids(IDS)
     inputs = operands(requires_grad=False)
     for backward in (False, True):
-        seconds = ops.cpu_work_item_seconds(*inputs, list(layout.tensors()), True, -1, -1, backward)
+        seconds, sums, _, _ = ops.cpu_work_items(*inputs, list(layout.tensors()), True, -1, -1, backward)
         assert seconds
         assert min(seconds) > 0
+        assert set(sums) == {-1}  # short documents: no turns
 
 
 def packed_varlen(query, key, value, **options):
