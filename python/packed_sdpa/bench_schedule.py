@@ -14,12 +14,15 @@ import packed_sdpa
 from packed_sdpa._library import ops
 from packed_sdpa.bench_cases import Case, kernel_cases, log_normal_seqlens
 
+_SECONDS_ONCE = 5.0  # a pass that takes longer is measured once, others three times: the least of each item
+
 
 @dataclass(frozen=True)
 class Item:
     """A work item: seconds on one thread and, where items add to one sum in turn, the tiles at which it has a turn.
 
-    Items of one ``sum`` (-1: of none) follow each other; at each tile one waits until the one before it is done there.
+    Items of one ``sum`` (-1: of none) follow each other. One goes through its tiles from the last to the first and
+    waits at each until the item before it is done there.
     """
 
     seconds: float
@@ -53,10 +56,10 @@ def simulate(items: Sequence[Item], cores: int) -> Schedule:
         last = item.first_tile + item.num_tiles
         before = tile_ends.get(item.sum, torch.zeros(0, dtype=torch.float64))
         before = torch.nn.functional.pad(before, (0, max(0, last - len(before))))
-        # Tile i is done at end[i] = max(end[i - 1] + seconds of a tile, before[i]).
+        # The i-th tile from the end is done at end[i] = max(end[i - 1] + seconds of a tile, before[i]).
         work = item.seconds / item.num_tiles * torch.arange(1, item.num_tiles + 1, dtype=torch.float64)
-        ends = work + (before[item.first_tile : last] - work).clamp(min=begin).cummax(0).values
-        before[item.first_tile : last] = ends
+        ends = work + (before[item.first_tile : last].flip(0) - work).clamp(min=begin).cummax(0).values
+        before[item.first_tile : last] = ends.flip(0)
         tile_ends[item.sum] = before
         heapq.heapreplace(free, float(ends[-1]))
     makespan = max(free)
@@ -87,5 +90,12 @@ def measured_items(case: Case, dtype: torch.dtype, backward: bool) -> list[Item]
     """The work items of a call, in the order in which threads take them."""
     query, key, value, _ = case.inputs(dtype)
     layout = packed_sdpa.PackedLayout.from_doc_ids(case.doc_ids)
-    columns = ops.cpu_work_items(query, key, value, list(layout.tensors()), True, case.window_left, 0, backward)
-    return [Item(*values) for values in zip(*columns, strict=True)]
+
+    def measure() -> list[Item]:
+        columns = ops.cpu_work_items(query, key, value, list(layout.tensors()), True, case.window_left, 0, backward)
+        return [Item(*values) for values in zip(*columns, strict=True)]
+
+    items = measure()
+    if sum(item.seconds for item in items) > _SECONDS_ONCE:  # many items, so a disturbed one counts little
+        return items
+    return [min(tries, key=lambda item: item.seconds) for tries in zip(items, measure(), measure(), strict=True)]

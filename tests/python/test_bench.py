@@ -151,9 +151,9 @@ def test_items_of_one_sum_wait_for_their_turns() -> None:
     assert bench_schedule.simulate([first, first], cores=2).makespan == 4.0  # done with a tile at the same time
     slow = Item(8.0, sum=3, num_tiles=4)
     assert bench_schedule.simulate([slow, first], cores=2).makespan == 8.0
-    late = Item(1.0, sum=3, first_tile=2, num_tiles=1)  # done there at 6, not at 1
+    late = Item(1.0, sum=3, first_tile=1, num_tiles=1)  # done there at 6, not at 1
     assert bench_schedule.simulate([slow, late, Item(5.0)], cores=2).makespan == 11.0
-    other = Item(1.0, sum=4, first_tile=2, num_tiles=1)
+    other = Item(1.0, sum=4, first_tile=1, num_tiles=1)
     assert bench_schedule.simulate([slow, other, Item(5.0)], cores=2).makespan == 8.0
 
 
