@@ -80,19 +80,21 @@ def measure_schedules(cores: int, dtype_name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for case in schedule_cases():
         for step, backward in (("forward", False), ("backward", True)):
-            schedule = simulate(measured_items(case, getattr(torch, dtype_name), backward), cores)
+            schedule = simulate(measured_items(case, getattr(torch, dtype_name), backward, cores), cores)
             row = {"case": case.name, "dtype": dtype_name, "pass": step, "cores": cores}
             rows.append({**row, "efficiency": schedule.efficiency, "seconds": schedule.makespan})
     return rows
 
 
-def measured_items(case: Case, dtype: torch.dtype, backward: bool) -> list[Item]:
-    """The work items of a call, in the order in which threads take them."""
+def measured_items(case: Case, dtype: torch.dtype, backward: bool, cores: int) -> list[Item]:
+    """The work items of a call on so many cores, in the order in which threads take them."""
     query, key, value, _ = case.inputs(dtype)
     layout = packed_sdpa.PackedLayout.from_doc_ids(case.doc_ids)
 
     def measure() -> list[Item]:
-        columns = ops.cpu_work_items(query, key, value, list(layout.tensors()), True, case.window_left, 0, backward)
+        columns = ops.cpu_work_items(
+            query, key, value, list(layout.tensors()), True, case.window_left, 0, backward, cores
+        )
         return [Item(*values) for values in zip(*columns, strict=True)]
 
     items = measure()

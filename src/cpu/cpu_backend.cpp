@@ -85,14 +85,16 @@ at::Tensor draw_rng_state() {
   return state;
 }
 
-// One thread, each work item timed.
+// One thread, each work item timed; work is cut as for so many threads.
 class TimingExecutor final : public cpu::Executor {
  public:
-  int num_threads() const override { return 1; }
+  explicit TimingExecutor(int num_threads) : num_threads_(num_threads) {}
+  int num_threads() const override { return num_threads_; }
   void run(void (*body)(void* context, int thread), void* context) override { body(context, 0); }
   std::vector<cpu::ItemNote>* item_notes() override { return &notes_; }
 
  private:
+  int num_threads_;
   std::vector<cpu::ItemNote> notes_;
 };
 
@@ -176,8 +178,8 @@ int64_t cpu_parallel_threads() {
   return static_cast<int64_t>(seen.size());
 }
 
-std::vector<cpu::ItemNote> cpu_item_notes(const AttentionCall& call, bool backward) {
-  TimingExecutor executor;
+std::vector<cpu::ItemNote> cpu_item_notes(const AttentionCall& call, bool backward, int num_threads) {
+  TimingExecutor executor(num_threads);
   const ForwardResult result = empty_forward_result(call);
   run_forward(call, result, executor);
   if (backward) run_backward(call, at::ones_like(result.out), result, empty_gradients(call), executor);

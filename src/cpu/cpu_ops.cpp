@@ -45,7 +45,7 @@ using WorkItemNotes =
 
 WorkItemNotes cpu_work_items(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                              at::TensorList layout, bool is_causal, int64_t window_left, int64_t window_right,
-                             bool backward) {
+                             bool backward, int64_t num_threads) {
   checks::attention_inputs(query, key, value);
   TORCH_CHECK_VALUE(query.is_cpu(), "query must be on the CPU, got ", query.device());
   AttentionCall call;
@@ -55,11 +55,13 @@ WorkItemNotes cpu_work_items(const at::Tensor& query, const at::Tensor& key, con
   call.layout = checks::layout_list(layout);
   call.mask = {is_causal, window_left, window_right};
   call.scale = 1.0 / std::sqrt(static_cast<double>(query.size(3)));
+  TORCH_CHECK_VALUE(num_threads >= 1 && num_threads <= 1 << 16, "num_threads must be in [1, 65536], got ",
+                    num_threads);
   checks::mask(call.mask);
   checks::layout_tensors(call.layout, query.size(0), query.size(2), key.size(2));
   WorkItemNotes columns;
   auto& [seconds, sums, first_tiles, num_tiles] = columns;
-  for (const cpu::ItemNote& note : cpu_item_notes(call, backward)) {
+  for (const cpu::ItemNote& note : cpu_item_notes(call, backward, static_cast<int>(num_threads))) {
     seconds.push_back(note.seconds);
     sums.push_back(note.sum);
     first_tiles.push_back(note.first_tile);
@@ -77,7 +79,7 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
   library.def("cpu_parallel_threads() -> int", cpu_parallel_threads);
   library.def(
       "cpu_work_items(Tensor query, Tensor key, Tensor value, Tensor[] layout, bool is_causal, "
-      "int window_left, int window_right, bool backward) -> "
+      "int window_left, int window_right, bool backward, int num_threads) -> "
       "(float[] seconds, int[] sums, int[] first_tiles, int[] num_tiles)",
       cpu_work_items);
 }

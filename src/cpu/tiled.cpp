@@ -162,6 +162,10 @@ void run_guarded_item(void* context, int64_t item, Scratch& scratch) {
 void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_t keys_per_item,
                         int64_t rows_per_tile, bool own_sums,
                         size_t (*scratch_bytes)(const TiledBackward& call), RunItem run_item) {
+  const int64_t heads = params.shape.num_kv_heads;
+  if (key_blocks_are_too_coarse(read_documents(params), heads, keys_per_item, executor.num_threads())) {
+    keys_per_item = kKeysPerTerm;
+  }
   TiledBackward call(params, keys_per_item, rows_per_tile, own_sums);
   GuardedBackward guarded{&call, run_item};
   run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), &run_guarded_item,

@@ -41,6 +41,10 @@ class ScratchSize {
   size_t bytes_ = 0;
 };
 
+// dQ is a sum of terms of so many keys, whatever the blocks of keys that items work on: those are whole
+// terms.
+constexpr int64_t kKeysPerTerm = 256;
+
 struct TiledCall {
   TiledCall(const AttentionParams& params, SplitBy split_by, int64_t block_size_in);
 

@@ -92,6 +92,22 @@ std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, in
   return items;
 }
 
+bool key_blocks_are_too_coarse(const std::vector<Document>& documents, int64_t num_kv_heads,
+                               int64_t block_keys, int num_threads) {
+  int64_t heaviest = 0;  // in pairs of a query and a key, of one head
+  int64_t total = 0;
+  for (const Document& document : documents) {
+    for (int64_t first = 0; first < document.num_keys; first += block_keys) {
+      const int64_t count = std::min(block_keys, document.num_keys - first);
+      const int64_t queries =
+          document.first_query_past(first + count - 1) - document.first_query_reaching(first);
+      heaviest = std::max(heaviest, count * queries);
+      total += count * queries;
+    }
+  }
+  return 4 * heaviest * num_threads > total * num_kv_heads;
+}
+
 void run_work_items(Executor& executor, int64_t num_items, size_t scratch_bytes,
                     void (*run_item)(void* context, int64_t item, Scratch& scratch), void* context) {
   if (num_items == 0) return;

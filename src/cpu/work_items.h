@@ -1,9 +1,10 @@
 // How a call is cut into pieces of work, and how threads take them.
 //
-// The cut depends on the documents and the kernel's block sizes only, never on the number of threads; items
-// are taken in order from one counter. So the result is the same for every thread count, and an item may wait
-// for items before it (those have been taken by a running thread, or are done) without any danger of a
-// deadlock, also when the executor runs its bodies one after another.
+// The cut depends on the documents and the kernel's block sizes; many threads get smaller blocks of keys,
+// which changes no sum (kKeysPerTerm). Items are taken in order from one counter. So the result is the same
+// for every thread count, and an item may wait for items before it (those have been taken by a running
+// thread, or are done) without any danger of a deadlock, also when the executor runs its bodies one after
+// another.
 #pragma once
 
 #include <atomic>
@@ -37,6 +38,11 @@ enum class SplitBy : int8_t { kQueries, kKeys };
 // documents come first, so that the tail of a call is made of small items.
 std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, int64_t num_kv_heads,
                                       SplitBy split_by, int64_t block_size);
+
+// Whether, with blocks of so many keys, the heaviest item could keep one of the threads busy for more than a
+// quarter of a thread's share after the others are done.
+bool key_blocks_are_too_coarse(const std::vector<Document>& documents, int64_t num_kv_heads,
+                               int64_t block_keys, int num_threads);
 
 // Calls run_item(context, item index, scratch) for every item, on the executor's threads.
 void run_work_items(Executor& executor, int64_t num_items, size_t scratch_bytes,

@@ -84,6 +84,23 @@ TEST(WorkItemsTest, EveryBlockOnceAndKeyBlocksInOrder) {
   }
 }
 
+TEST(WorkItemsTest, KeyBlocksAreTooCoarseForManyThreads) {
+  const std::vector<Document> eight = documents_of(std::vector<int64_t>(8, 700));  // of one block of 512 each
+  const auto too_coarse = [](const std::vector<Document>& documents, int64_t heads, int threads) {
+    return key_blocks_are_too_coarse(documents, heads, 512, threads);
+  };
+  EXPECT_FALSE(too_coarse(eight, 2, 1));
+  EXPECT_FALSE(too_coarse(eight, 2, 4));  // 8 (512 * 700 + 188 * 188) * 2 heads / (4 * 512 * 700) = 4.4
+  EXPECT_TRUE(too_coarse(eight, 2, 5));
+  EXPECT_FALSE(too_coarse(eight, 4, 8));
+  EXPECT_TRUE(too_coarse(documents_of({1100}), 2, 1));
+  EXPECT_FALSE(too_coarse(documents_of({}), 2, 64));
+  std::vector<Document> windows = eight;
+  for (Document& document : windows) document.window_left = 100;
+  EXPECT_FALSE(too_coarse(windows, 2, 4));  // 8 (512 * 612 + 188 * 188) * 2 heads / (4 * 512 * 612) = 4.5
+  EXPECT_TRUE(too_coarse(windows, 2, 5));
+}
+
 TEST(HugePagesTest, MemoryKeepsWhatItHolds) {
   for (const size_t bytes : {size_t{0}, size_t{100}, size_t{16} << 20, (size_t{21} << 20) + 4321}) {
     std::vector<unsigned char> memory(bytes + 3, 7);

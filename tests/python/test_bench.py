@@ -141,7 +141,7 @@ def test_schedule_on_more_cores() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("case", [TINY, TINY_WINDOW], ids=["causal", "window"])
 def test_work_items_are_measured(case: Case, backward: bool) -> None:
-    seconds = [item.seconds for item in bench_schedule.measured_items(case, torch.float32, backward)]
+    seconds = [item.seconds for item in bench_schedule.measured_items(case, torch.float32, backward, 2)]
     assert seconds and all(second >= 0.0 for second in seconds) and sum(seconds) > 0.0
 
 
@@ -159,8 +159,8 @@ def test_items_of_one_sum_wait_for_their_turns() -> None:
 
 def test_items_of_a_long_document_take_turns() -> None:
     case = replace(TINY, seqlens=(2048,))
-    assert all(item.sum == -1 for item in bench_schedule.measured_items(case, torch.float32, False))
-    items = bench_schedule.measured_items(case, torch.float32, True)
+    assert all(item.sum == -1 for item in bench_schedule.measured_items(case, torch.float32, False, 2))
+    items = bench_schedule.measured_items(case, torch.float32, True, 2)
     by_sum: dict[int, list[Item]] = {}
     for item in items:
         by_sum.setdefault(item.sum, []).append(item)
@@ -188,7 +188,7 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
 def test_schedule_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case.seq_len for case in bench_schedule.schedule_cases()] == [32768, 32768]
 
-    def items(case: Case, dtype: torch.dtype, backward: bool) -> list[Item]:
+    def items(case: Case, dtype: torch.dtype, backward: bool, cores: int) -> list[Item]:
         return [Item(0.5)] * (3 if backward else 4)
 
     monkeypatch.setattr(bench_schedule, "measured_items", items)

@@ -115,7 +115,7 @@ def test_work_items_are_timed():
     layout = PackedLayout.from_doc_ids(IDS)
     inputs = operands(requires_grad=False)
     for backward in (False, True):
-        seconds, sums, _, _ = ops.cpu_work_items(*inputs, list(layout.tensors()), True, -1, -1, backward)
+        seconds, sums, _, _ = ops.cpu_work_items(*inputs, list(layout.tensors()), True, -1, -1, backward, 2)
         assert seconds
         assert min(seconds) > 0
         assert set(sums) == {-1}  # short documents: no turns

@@ -5,7 +5,7 @@
 //     for each strip of keys:  S^T = K Q^T;  dP^T = V dO^T;  P^T = exp(scale S^T - lse);  dS^T = P^T (dP^T -
 //     delta)
 //                              dV += P^T dO;  dK += dS^T Q
-//     dQ^T = K^T dS^T, added to the document's dQ when the tile's turn has come
+//     for each term of keys:  dQ^T = K^T dS^T, added to the document's dQ when the tile's turn has come
 //   dK *= scale.
 // Transposed scores (keys x queries) need no operand transposed but Q and dO; lse and delta lie along
 // columns.
@@ -325,9 +325,6 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
       strip = next;
     }
   }
-  E::gemm(shape.head_dim, 0, padded_rows, strips_end - strips_begin, buffers.k_transposed + strips_begin,
-          buffers.keys, buffers.grad_s_b + strips_begin / E::kPair * buffers.grad_s_layout().row_stride,
-          buffers.grad_s_layout(), buffers.grad_q_transposed, rows, false);
 }
 
 // Rows of dQ^T out to the tensor: written, or added (float only, where dQ itself holds the running sum).
@@ -356,39 +353,54 @@ PACKED_SDPA_PHASE void write_grad_query(const TiledBackward& call, const Documen
   }
 }
 
+// dQ^T = K^T dS^T of a tile, term by term; each is added to the tile's sum by itself, so that the result is
+// the same however the document's keys are cut into blocks.
 template <class E, typename T>
 PACKED_SDPA_PHASE void add_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
                                       const BackwardBuffers<E, T>& buffers, const GradTile& tile,
                                       GradQuerySum* sum, int64_t block) {
-  if (sum == nullptr) {
-    write_grad_query<E, T>(call, document, kv_head, buffers, tile, buffers.grad_q_transposed, false);
-    return;
-  }
   const int64_t index = tile.first_query / call.queries_per_tile;
-  const GradQuerySum::Blocks blocks = sum->blocks(index);
-  sum->wait_turn(index, block);
-  if constexpr (sizeof(T) == sizeof(float)) {
-    write_grad_query<E, T>(call, document, kv_head, buffers, tile, buffers.grad_q_transposed,
-                           block != blocks.first);
-  } else if (blocks.first == blocks.last) {
-    write_grad_query<E, T>(call, document, kv_head, buffers, tile, buffers.grad_q_transposed, false);
-  } else {
-    float* sums = sum->sums(index);
-    const int64_t count = buffers.depth * buffers.rows;
-    if (block == blocks.first) {
-      for (int64_t i = 0; i < count; i += kLanes)
-        vec_store(sums + i, vec_load(buffers.grad_q_transposed + i));
+  const GradQuerySum::Blocks blocks =
+      sum == nullptr ? GradQuerySum::Blocks{block, block} : sum->blocks(index);
+  const bool is_alone = blocks.first == blocks.last;
+  const int64_t head_dim = call.params.shape.head_dim;
+  const int64_t padded_rows = round_up(tile.num_rows, E::kBackwardRowPadding);
+  const int64_t count = buffers.depth * buffers.rows;
+  float* total = nullptr;  // of types whose dQ cannot hold the running sum
+  bool is_first = block == blocks.first;
+  bool has_turn = sum == nullptr;
+  const int64_t keys_begin = tile.key_begin / E::kBackwardKeyPadding * E::kBackwardKeyPadding;
+  const int64_t keys_end = round_up(tile.key_end, E::kBackwardKeyPadding);
+  for (int64_t begin = keys_begin; begin < keys_end;) {
+    int64_t end = (begin / kKeysPerTerm + 1) * kKeysPerTerm;
+    if (end > keys_end) end = keys_end;
+    const bool in_place = sizeof(T) == sizeof(float) || (is_alone && is_first);
+    float* term = in_place ? buffers.grad_q_transposed : buffers.grad_q;
+    E::gemm(head_dim, 0, padded_rows, end - begin, buffers.k_transposed + begin, buffers.keys,
+            buffers.grad_s_b + begin / E::kPair * buffers.grad_s_layout().row_stride, buffers.grad_s_layout(),
+            term, buffers.rows, false);
+    if (!has_turn) {
+      sum->wait_turn(index, block);
+      has_turn = true;
+    }
+    if constexpr (sizeof(T) == sizeof(float)) {
+      write_grad_query<E, T>(call, document, kv_head, buffers, tile, term, !is_first);
     } else {
-      float* target = block == blocks.last ? buffers.grad_q_transposed : sums;
-      for (int64_t i = 0; i < count; i += kLanes) {
-        vec_store(target + i, vec_add(vec_load(sums + i), vec_load(buffers.grad_q_transposed + i)));
+      if (total == nullptr) total = is_alone ? buffers.grad_q_transposed : sum->sums(index);
+      if (!is_first) {
+        for (int64_t i = 0; i < count; i += kLanes)
+          vec_store(total + i, vec_add(vec_load(total + i), vec_load(term + i)));
+      } else if (!in_place) {
+        for (int64_t i = 0; i < count; i += kLanes) vec_store(total + i, vec_load(term + i));
       }
     }
-    if (block == blocks.last) {
-      write_grad_query<E, T>(call, document, kv_head, buffers, tile, buffers.grad_q_transposed, false);
-    }
+    is_first = false;
+    begin = end;
   }
-  sum->finish_turn(index, block);
+  if constexpr (sizeof(T) != sizeof(float)) {
+    if (block == blocks.last) write_grad_query<E, T>(call, document, kv_head, buffers, tile, total, false);
+  }
+  if (sum != nullptr) sum->finish_turn(index, block);
 }
 
 template <class E, typename T>
