@@ -7,10 +7,9 @@ and what needs the name raises TorchChangedError when it is used.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -249,47 +248,47 @@ def _metadata_of(node: Any) -> dict[str, Any]:
         raise TorchChangedError("torch.autograd.graph.Node.metadata", _KEEPS) from None
 
 
-_forward_grad_enabled, _Context, _RUNS_BACKWARD = _names(
-    _KEEPS,
-    "torch._C._is_fwd_grad_enabled",
-    "torch._C._FunctionBase",
-    "torch.autograd.function.BackwardCFunction.apply.__code__.co_filename",
-)
+_forward_grad_enabled, _Context = _names(_KEEPS, "torch._C._is_fwd_grad_enabled", "torch._C._FunctionBase")
 
 
 def metadata_of_running_functions() -> Iterator[dict[str, Any] | None]:
     """As :func:`node_metadata`, of each torch.autograd.Function whose forward runs in this thread, innermost first.
 
-    A forward's context is the node itself, made before the forward runs; it is found among the arguments of the
-    functions on the stack. None, once: forwards run, but none that is given its context (beside a ``setup_context``).
+    A forward's context is the node itself, made before the forward runs. None: one or more forwards that are not given
+    their context (beside a ``setup_context``).
     """
     # Only a Function's forward and the inference mode turn forward-mode differentiation off.
     if _forward_grad_enabled() or torch.is_inference_mode_enabled():
         return
+    forwards = _codes_of_forwards()
     found: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        context = _context_argument(frame)
-        if context is not None:
-            if frame.f_code.co_filename == _RUNS_BACKWARD:
-                found = [other for other in found if other is not context]
-            elif all(other is not context for other in found):
+        # Never f_locals of other frames: it is a copy that lives as long as its frame, the training loop's too.
+        if frame.f_code in forwards:
+            context = _function_context(frame.f_locals.values())
+            if all(other is not context for other in found):
                 found.append(context)
         frame = frame.f_back
-    if not found:
-        yield None
-    for context in found:
-        yield _metadata_of(context)
+    for context in found or [None]:
+        yield None if context is None else _metadata_of(context)
 
 
-def _context_argument(frame: FrameType) -> Any:
-    code = frame.f_code
-    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-    if count == 0:
-        return None
-    values = frame.f_locals
-    for name in code.co_varnames[:count]:
-        value = values.get(name)
+def _codes_of_forwards() -> set[CodeType]:
+    codes = set()
+    classes = torch.autograd.Function.__subclasses__()
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        forward = cls.__dict__.get("forward")
+        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+        if code is not None:
+            codes.add(code)
+    return codes
+
+
+def _function_context(values: Any) -> Any:
+    for value in values:
         if isinstance(value, tuple) and value:
             value = value[0]  # of a decorated forward(*args)
         if isinstance(value, _Context):
