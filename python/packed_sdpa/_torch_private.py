@@ -1,6 +1,7 @@
 """Every private torch name that this package uses, in one place; tests/python/test_torch_private.py tries each.
 
-Written against torch 2.11 to 2.14.
+Written against torch 2.11 to 2.14. Names are looked up once, at import. Where one is missing the package still imports,
+and what needs the name raises TorchChangedError when it is used.
 """
 
 from __future__ import annotations
@@ -8,17 +9,73 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NoReturn
 
 import torch
 
 NO_GRAPH_TASK = -1
 JIT_TRACE = "torch.jit.trace"
+TESTED_WITH = "2.11.0, 2.13.0 and 2.14.1"
+# Where torch.nn.Module keeps its forward hooks, by number.
+MODULE_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+# By which names wrappers (activation checkpoints, FSDP, torch.compile) hold their module.
+COMPILED_MODULE = "_orig_mod"
+MODULE_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", COMPILED_MODULE)
+
+
+class TorchChangedError(RuntimeError):
+    """This torch does not have a private name that something needs; the message names it and the cure."""
+
+    def __init__(self, name: str, purpose: str) -> None:
+        super().__init__(
+            f"packed_sdpa: torch {torch.__version__} has no {name}, by which packed_sdpa {purpose}; install a torch "
+            f"that it was tested with ({TESTED_WITH}), or a packed_sdpa that knows this one"
+        )
+
+
+def _at(path: str) -> Any:
+    """What stands at a path below torch; None: nothing."""
+    value: Any = torch
+    for part in path.split(".")[1:]:
+        value = getattr(value, part, None)
+    return value
+
+
+def _missing(*paths: str) -> str | None:
+    return next((path for path in paths if _at(path) is None), None)
+
+
+def _names(purpose: str, *paths: str) -> Any:
+    """What stands at each path; where one is missing, for each of them a function that raises."""
+    missing = _missing(*paths)
+    if missing is None:
+        return [_at(path) for path in paths]
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise TorchChangedError(missing, purpose)
+
+    return [refuse] * len(paths)
+
+
+(_transforms_active,) = _names("sees torch.func transforms", "torch._C._are_functorch_transforms_active")
 
 
 def in_func_transform() -> bool:
     """A torch.func transform (vmap, grad, jvp, ...) runs in this thread."""
-    return torch._C._are_functorch_transforms_active()
+    return _transforms_active()
+
+
+(_jit_tracing_state,) = _names("sees torch.jit.trace", "torch._C._get_tracing_state")
+_dispatch_mode, _PROXY = _names(
+    "sees make_fx and torch.export", "torch._C._get_dispatch_mode", "torch._C._TorchDispatchModeKey.PROXY"
+)
 
 
 def tracer() -> str | None:
@@ -26,11 +83,11 @@ def tracer() -> str | None:
 
     torch.compile is no such thing: it leaves out what is marked as not to be traced.
     """
-    if torch._C._get_tracing_state() is not None:
+    if _jit_tracing_state() is not None:
         return JIT_TRACE
     if torch.compiler.is_exporting():
         return "torch.export"
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    if _dispatch_mode(_PROXY) is not None:
         return "make_fx"
     return None
 
@@ -48,7 +105,8 @@ def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 return function(*args, **kwargs)
             if disabled is None:
                 # The mark below is looked at where a caller is traced; a frame of its own is told by its code.
-                torch._dynamo.eval_frame.skip_code(run.__code__)  # type: ignore[attr-defined]
+                (skip_code,) = _names("keeps its hooks out of torch.compile", "torch._dynamo.eval_frame.skip_code")
+                skip_code(run.__code__)  # type: ignore[attr-defined]
                 disabled = torch.compiler.disable(function, reason=reason)
             return disabled(*args, **kwargs)
 
@@ -60,44 +118,104 @@ def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+_is_wrapped, _is_batched, _unwrapped = _names(
+    "reads arguments of torch.func transforms",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.is_batchedtensor",
+    "torch._C._functorch.get_unwrapped",
+)
+
+
 def without_func_wrapper(value: Any) -> Any:
     """What a differentiating transform has wrapped; None for a tensor that vmap runs over."""
-    while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-        if torch._C._functorch.is_batchedtensor(value):
+    while isinstance(value, torch.Tensor) and _is_wrapped(value):
+        if _is_batched(value):
             return None
-        value = torch._C._functorch.get_unwrapped(value)
+        value = _unwrapped(value)
     return value
 
 
 # Within it, tensors are made and read as outside of every torch.func transform.
-without_func_transforms: Callable[[], Any] = torch._C._DisableFuncTorch
+without_func_transforms: Callable[[], Any]
+(without_func_transforms,) = _names("reads arguments of torch.func transforms", "torch._C._DisableFuncTorch")
+
+_graph_task: Callable[[], int]
+(_graph_task,) = _names("finds the documents of a recompute", "torch._C._current_graph_task_id")
 
 
 def current_graph_task() -> int:
     """Number of the backward that runs in this thread, -1 outside of one. Deeper backwards have greater numbers."""
-    return torch._C._current_graph_task_id()
+    return _graph_task()
+
+
+_SEES_RECOMPUTES = "sees a recompute outside of backward"
+_CHECKPOINT = "torch.utils.checkpoint"
+_RECOMPUTATION = "_recomputation_hook"
+_top_hooks, _ = _names(
+    _SEES_RECOMPUTES, "torch._C._autograd._top_saved_tensors_default_hooks", f"{_CHECKPOINT}.{_RECOMPUTATION}"
+)
 
 
 def in_recomputation_hook() -> bool:
     """The newest saved-tensor hooks of this thread are those of a non-reentrant checkpoint's recompute."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
+    hooks = _top_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", None) != _CHECKPOINT:
         return False
-    pack = hooks[0]
-    return getattr(pack, "__module__", None) == "torch.utils.checkpoint" and "_recomputation_hook" in getattr(
-        pack, "__qualname__", ""
-    )
+    name = getattr(hooks[0], "__qualname__", "")
+    if _RECOMPUTATION in name:
+        return True
+    if "_checkpoint_hook" in name:
+        return False
+    raise TorchChangedError(f"{_CHECKPOINT}.{_RECOMPUTATION} for {name}", _SEES_RECOMPUTES)
 
+
+_CATCHES = "catches attention calls of hooked modules"
+_SDPA = "torch._C._nn.scaled_dot_product_attention"
+_FUSED = "torch._native_multi_head_attention"
+STOCK_SDPA: Callable[..., torch.Tensor]
+(STOCK_SDPA,) = _names(_CATCHES, _SDPA)
+NATIVE_MULTI_HEAD_ATTENTION: Callable[..., Any]
+(NATIVE_MULTI_HEAD_ATTENTION,) = _names(_CATCHES, _FUSED)
 
 # A dispatch key that nobody else uses, off unless a thread turns it on. torch keeps it for tests of its own; with the
-# fallthrough below every operator but the one that we catch skips it at no cost.
+# fallthrough below every operator but the ones that we catch skips it at no cost.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
-_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
+_PARSE = "torch._C._dispatch_key_parse"
+_INCLUDE = "torch._C._dispatch_tls_set_dispatch_key_included"
+_IS_INCLUDED = "torch._C._dispatch_tls_is_dispatch_key_included"
+_FALLTHROUGH = "torch.library.fallthrough_kernel"
 _libraries: list[torch.library.Library] = []
+
+
+def _missing_for_catching() -> str | None:
+    """All of it is there or nothing is caught: documents would leak through the calls that are not seen."""
+    missing = _missing(_SDPA, _FUSED, _PARSE, _INCLUDE, _IS_INCLUDED, _FALLTHROUGH)
+    if missing is None:
+        try:
+            _at(_PARSE)(_KEY_NAME)
+        except RuntimeError:
+            return f"dispatch key {_KEY_NAME}"
+    return missing
+
+
+_NOT_CAUGHT_FOR = _missing_for_catching()
+if _NOT_CAUGHT_FOR is None:
+    _KEY, _include, _is_included = _at(_PARSE)(_KEY_NAME), _at(_INCLUDE), _at(_IS_INCLUDED)
+else:
+    _KEY = None
+
+    def _include(key: object, on: bool) -> None:
+        if on:
+            raise TorchChangedError(str(_NOT_CAUGHT_FOR), _CATCHES)
+
+    def _is_included(key: object) -> bool:
+        return False
 
 
 def catch_operators(kernels: dict[str, Callable[..., Any]]) -> None:
     """In threads that turned catching on, these are called for the operators of that name in ``aten``."""
+    if _NOT_CAUGHT_FOR is not None:
+        return  # set_catching says why
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
     aten = torch.library.Library("aten", "IMPL")
@@ -107,45 +225,72 @@ def catch_operators(kernels: dict[str, Callable[..., Any]]) -> None:
 
 
 def set_catching(on: bool) -> None:
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, on)
+    _include(_KEY, on)
 
 
 def is_catching() -> bool:
-    return torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    return _is_included(_KEY)
 
 
-STOCK_SDPA: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
-NATIVE_MULTI_HEAD_ATTENTION: Callable[..., Any] = torch._native_multi_head_attention
+_KEEPS = "keeps documents until their backward"
 
 
 def node_metadata(tensor: torch.Tensor) -> dict[str, Any] | None:
     """A dictionary that lives as long as the autograd node which made the tensor; None when there is none."""
     node = tensor.grad_fn
-    return None if node is None else node.metadata  # type: ignore[return-value]
+    return None if node is None else _metadata_of(node)
 
 
-_FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+def _metadata_of(node: Any) -> dict[str, Any]:
+    try:
+        return node.metadata
+    except AttributeError:
+        raise TorchChangedError("torch.autograd.graph.Node.metadata", _KEEPS) from None
+
+
+_forward_grad_enabled, _Context = _names(_KEEPS, "torch._C._is_fwd_grad_enabled", "torch._C._FunctionBase")
 
 
 def metadata_of_running_functions() -> Iterator[dict[str, Any] | None]:
     """As :func:`node_metadata`, of each torch.autograd.Function whose forward runs in this thread, innermost first.
 
-    A forward's context is the node itself, made before the forward runs. None: a forward that is not given its context
-    (one beside a ``setup_context``).
+    A forward's context is the node itself, made before the forward runs. None: one or more forwards that are not given
+    their context (beside a ``setup_context``).
     """
-    callee = None
-    frame = sys._getframe(1)
+    # Only a Function's forward and the inference mode turn forward-mode differentiation off.
+    if _forward_grad_enabled() or torch.is_inference_mode_enabled():
+        return
+    forwards = _codes_of_forwards()
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _FUNCTION_APPLY and callee is not None:
-            context = _function_context(callee.f_locals.values())
-            yield None if context is None else context.metadata
-        callee, frame = frame, frame.f_back  # type: ignore[assignment]
+        # Never f_locals of other frames: it is a copy that lives as long as its frame, the training loop's too.
+        if frame.f_code in forwards:
+            context = _function_context(frame.f_locals.values())
+            if all(other is not context for other in found):
+                found.append(context)
+        frame = frame.f_back
+    for context in found or [None]:
+        yield None if context is None else _metadata_of(context)
+
+
+def _codes_of_forwards() -> set[CodeType]:
+    codes = set()
+    classes = torch.autograd.Function.__subclasses__()
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        forward = cls.__dict__.get("forward")
+        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+        if code is not None:
+            codes.add(code)
+    return codes
 
 
 def _function_context(values: Any) -> Any:
     for value in values:
-        if isinstance(value, torch._C._FunctionBase):
+        if isinstance(value, tuple) and value:
+            value = value[0]  # of a decorated forward(*args)
+        if isinstance(value, _Context):
             return value
-        if isinstance(value, tuple) and value and isinstance(value[0], torch._C._FunctionBase):
-            return value[0]  # of a decorated forward(*args)
     return None

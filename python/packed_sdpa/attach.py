@@ -574,7 +574,7 @@ def forward_parameters(module: nn.Module) -> ForwardParameters:
     names = frozenset(p.name for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY))
     takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
     if not positional and any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
-        inner = getattr(module, "module", None) or getattr(module, "_orig_mod", None)
+        inner = getattr(module, "module", None) or getattr(module, _torch_private.COMPILED_MODULE, None)
         if isinstance(inner, nn.Module):
             positional = forward_parameters(inner).positional
     return ForwardParameters(positional, names, takes_any)

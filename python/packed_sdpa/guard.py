@@ -14,15 +14,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from packed_sdpa import _torch_private
+
 _KEY = "_packed_sdpa_arounds"
 _PLAIN = "_packed_sdpa_plain_class"
-_HOOK_DICTS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
 
 
 class Around(Protocol):
@@ -129,7 +124,7 @@ def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
         return state
     ours = {number for around in arounds for number in around.hook_ids}
     state = {name: value for name, value in state.items() if name != _KEY}
-    for name in _HOOK_DICTS:
+    for name in _torch_private.MODULE_HOOKS:
         if name in state:
             kept = state[name].copy()
             for number in ours:

@@ -259,14 +259,11 @@ def run_scoped(
     return output
 
 
-_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-
-
 def modules_ending_with(model: nn.Module, suffix: str) -> dict[str, nn.Module]:
     """Modules by qualified name (wrappers' own names left out, the innermost module of each counts)."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        clean = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        clean = ".".join(part for part in name.split(".") if part not in _torch_private.MODULE_WRAPPERS)
         if clean.endswith(suffix):
             found[clean] = module  # parents come first, so the innermost stays
     return found

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import re
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -43,6 +48,21 @@ def test_the_recomputation_hook_is_recognized():
         assert not _torch_private.in_recomputation_hook()
     checkpoint(region, x, use_reentrant=False).sum().backward()
     assert seen == [False, True], CHANGED + "the name of torch.utils.checkpoint._recomputation_hook"
+
+
+def test_other_hooks_of_checkpoints_are_refused():
+    def pack(x):
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert not _torch_private.in_recomputation_hook()
+    pack.__module__ = "torch.utils.checkpoint"
+    why = r"torch 2\S+ has no torch.utils.checkpoint._recomputation_hook for test_other.*pack, .* install a torch that"
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, pack),
+        pytest.raises(_torch_private.TorchChangedError, match=why),
+    ):
+        _torch_private.in_recomputation_hook()
 
 
 def test_the_dispatch_key():
@@ -105,10 +125,68 @@ def test_the_metadata_of_functions_whose_forward_runs():
     ):
         seen.clear()
         y = outer.apply(x, inner)
-        assert seen == found, CHANGED + "torch.autograd.Function.apply calls forward"
+        assert seen == found, CHANGED + "forwards get their context, with forward-mode differentiation off"
         metadata = _torch_private.node_metadata(y)
         assert metadata.get("packed_sdpa_test") == number, CHANGED + "a forward's context is its node"
-    assert list(_torch_private.metadata_of_running_functions()) == []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert list(_torch_private.metadata_of_running_functions()) == []
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+def test_a_function_whose_backward_runs_is_not_one_whose_forward_runs(boxed):
+    """A forward without a context within a backward with one, as of a checkpoint within a recompute."""
+    seen = []
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            seen.extend(_torch_private.metadata_of_running_functions())
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Outer(torch.autograd.Function):
+        boxed_grads_call = boxed  # torch 2.14
+
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grads):
+            grad = grads[0] if isinstance(grads, list) else grads
+            assert list(_torch_private.metadata_of_running_functions()) == []
+            with torch.enable_grad():
+                Inner.apply(torch.ones(2, requires_grad=True))
+            return grad * 2
+
+    Outer.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert seen == [None], CHANGED + "how a forward is told from a backward"
+
+
+def test_modules_keep_their_hooks_where_we_look():
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    kept = [name for name, value in vars(module).items() if "forward" in name and isinstance(value, dict) and value]
+    assert sorted(kept) == sorted(_torch_private.MODULE_HOOKS), CHANGED + "hooks of torch.nn.Module"
+
+
+def test_wrappers_hold_their_module_by_the_names_we_know():
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+    from torch.distributed.fsdp import _common_utils
+
+    wrapped = torch.compile(nn.Linear(2, 2), backend="eager")
+    names = (checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE, _common_utils.FSDP_WRAPPED_MODULE)
+    assert names == _torch_private.MODULE_WRAPPERS[:2], CHANGED + "names of wrappers"
+    assert isinstance(getattr(wrapped, _torch_private.COMPILED_MODULE), nn.Linear), CHANGED + "names of wrappers"
 
 
 def test_sequence_numbers_count_nodes():
@@ -213,3 +291,203 @@ def test_importing_the_package_imports_no_dynamo():
     asked = "import sys, packed_sdpa; print('torch._dynamo' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
     assert answer == "False\n"
+
+
+# ---- a torch that has one of the names no longer
+
+
+def without(monkeypatch, *paths: str) -> ModuleType:
+    """`_torch_private`, as it comes out where torch lacks these names."""
+    spec = importlib.util.spec_from_file_location("torch_private_without", _torch_private.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        for path in paths:
+            *parents, name = path.split(".")[1:]
+            patch.delattr(functools.reduce(getattr, parents, torch), name)
+        spec.loader.exec_module(module)
+    return module
+
+
+def transforms(private):
+    assert private.in_func_transform() is False
+
+
+def tracers(private):
+    assert private.tracer() is None
+
+
+def unwrapping(private):
+    x = torch.ones(2)
+    assert private.without_func_wrapper(x) is x
+
+
+def leaving_transforms(private):
+    with private.without_func_transforms():
+        pass
+
+
+def graph_tasks(private):
+    assert private.current_graph_task() == private.NO_GRAPH_TASK
+
+
+def recomputes(private):
+    assert private.in_recomputation_hook() is False
+
+
+def catching(private):
+    private.set_catching(True)
+    assert private.is_catching()
+    private.set_catching(False)
+
+
+def keeping(private):
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            (metadata,) = private.metadata_of_running_functions()
+            metadata["packed_sdpa_test"] = 1
+            return x * 2
+
+    assert private.node_metadata(Function.apply(torch.ones(2, requires_grad=True)))["packed_sdpa_test"] == 1
+
+
+NEEDED_FOR = {
+    "torch._C._are_functorch_transforms_active": transforms,
+    "torch._C._get_tracing_state": tracers,
+    "torch._C._get_dispatch_mode": tracers,
+    "torch._C._TorchDispatchModeKey": tracers,
+    "torch._C._functorch.is_functorch_wrapped_tensor": unwrapping,
+    "torch._C._functorch.is_batchedtensor": unwrapping,
+    "torch._C._functorch.get_unwrapped": unwrapping,
+    "torch._C._DisableFuncTorch": leaving_transforms,
+    "torch._C._current_graph_task_id": graph_tasks,
+    "torch._C._autograd._top_saved_tensors_default_hooks": recomputes,
+    "torch.utils.checkpoint._recomputation_hook": recomputes,
+    "torch._C._dispatch_key_parse": catching,
+    "torch._C._dispatch_tls_set_dispatch_key_included": catching,
+    "torch._C._dispatch_tls_is_dispatch_key_included": catching,
+    "torch.library.fallthrough_kernel": catching,
+    "torch._C._nn.scaled_dot_product_attention": catching,
+    "torch._native_multi_head_attention": catching,
+    "torch._C._is_fwd_grad_enabled": keeping,
+    "torch._C._FunctionBase": keeping,
+}
+
+
+def told(name: str) -> str:
+    """The whole message."""
+    return (
+        rf"^packed_sdpa: torch {re.escape(torch.__version__)} has no {re.escape(name)}[\w.]*, "
+        r"by which packed_sdpa [^;]+; install a torch that it was tested with \(2\.[^;]*\), "
+        r"or a packed_sdpa that knows this one$"
+    )
+
+
+@pytest.mark.parametrize("name", NEEDED_FOR)
+def test_a_missing_name_is_told_where_it_is_needed_and_nowhere_else(monkeypatch, name):
+    private = without(monkeypatch, name)
+    needs_it = NEEDED_FOR[name]
+    with pytest.raises(private.TorchChangedError, match=told(name)):
+        needs_it(private)
+    for other in dict.fromkeys(NEEDED_FOR.values()):
+        if other is not needs_it:
+            other(private)
+    if needs_it is catching:  # what cannot be turned on is off, and can be left
+        private.catch_operators({})
+        assert private.is_catching() is False
+        private.set_catching(False)
+    for function in (private.STOCK_SDPA, private.NATIVE_MULTI_HEAD_ATTENTION):
+        assert callable(function)
+
+
+def test_a_dispatch_key_that_is_gone_is_told(monkeypatch):
+    def parse(name):
+        raise RuntimeError(f"could not parse dispatch key: {name}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._C, "_dispatch_key_parse", parse)
+        private = without(monkeypatch)
+    with pytest.raises(private.TorchChangedError, match=told("dispatch key TESTING_ONLY_GenericMode")):
+        catching(private)
+
+
+def test_missing_metadata_is_told():
+    with pytest.raises(_torch_private.TorchChangedError, match=told("torch.autograd.graph.Node.metadata")):
+        _torch_private.node_metadata(SimpleNamespace(grad_fn=object()))
+
+
+def test_a_missing_skip_code_is_told(monkeypatch):
+    import torch._dynamo
+
+    monkeypatch.delattr(torch._dynamo.eval_frame, "skip_code")
+    with pytest.raises(_torch_private.TorchChangedError, match=told("torch._dynamo.eval_frame.skip_code")):
+        _torch_private.untraced("for the test")(abs)(-1)
+
+
+WITHOUT = """
+import functools, sys
+import torch
+
+taken = []
+for path in sys.argv[1:]:
+    *parents, name = path.split(".")[1:]
+    parent = functools.reduce(getattr, parents, torch)
+    taken.append((parent, name, parent.__dict__[name]))
+    delattr(parent, name)
+import packed_sdpa
+from packed_sdpa._torch_private import TorchChangedError
+
+for parent, name, value in taken:  # torch itself needs them
+    setattr(parent, name, value)
+
+x = torch.randn(1, 2, 3, 4, requires_grad=True)
+doc_ids = torch.tensor([[1, 1, 2]])
+packed = packed_sdpa.packed_attention(x, x, x, packed_sdpa.PackedLayout.from_doc_ids(doc_ids))
+packed.sum().backward()
+
+
+class Attention(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn = Attention()
+
+    def forward(self, x, doc_ids=None):
+        return self.self_attn(x)
+
+
+stock = torch.nn.functional.scaled_dot_product_attention
+model = Model()
+plain = model(x)
+handle = packed_sdpa.attach(model)
+for grad in (True, False):
+    with torch.set_grad_enabled(grad):
+        try:
+            assert torch.equal(model(x, doc_ids=doc_ids), packed)
+            print("right")
+        except TorchChangedError as error:
+            print(error)
+    assert torch.nn.functional.scaled_dot_product_attention is stock
+handle.detach()
+assert torch.equal(model(x), plain)
+"""
+
+
+@pytest.mark.parametrize(
+    "names, with_grad, without_grad",
+    [
+        (list(NEEDED_FOR), told("torch._C._get_tracing_state"), told("torch._C._get_tracing_state")),
+        (["torch._C._FunctionBase"], "right", told("torch._C._FunctionBase")),
+    ],
+    ids=["none", "no contexts"],
+)
+def test_without_names_the_package_imports_and_no_output_is_wrong(names, with_grad, without_grad):
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert re.match(with_grad, first), first
+    assert re.match(without_grad, second), second
