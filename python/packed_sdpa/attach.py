@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import warnings
 import weakref
@@ -102,7 +103,7 @@ class Attachment:
                     self.ledger.records[module],
                     attachment=self.number,
                     window_size=window,
-                    audit=self._mask_audit,
+                    audit=functools.partial(self._mask_audit, kinds=set()),
                 )
                 self._undo.append(hook)
             done = True

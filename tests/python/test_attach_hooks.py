@@ -428,6 +428,26 @@ def test_prefix_masks_of_a_transformers_model(route, dtype):
             model(**arguments, attention_mask=prefix)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_every_layer_shows_its_own_mask(bad, shared):
+    """A mask that one layer shows first is looked at whole, whatever the layers before it have shown."""
+    lengths = (700, 324)
+    model = Decoder(layers=3).double()
+    causal = prefix_mask(lengths, 1)
+    odd = causal.clone()
+    odd[441, 442] = True  # one pair of 500,000
+    for index, layer in enumerate(model.layers):
+        layer.self_attn.__class__ = PrefixAttention
+        layer.self_attn.mask = causal if shared else causal.clone()
+        if index == bad:
+            layer.self_attn.mask = odd
+    tokens, positions = batch(lengths)
+    refused = r"attn_mask: the model's mask lets row 441 see row 442 of the same document \(batch row 0\)"
+    with packed_sdpa.attach(model), pytest.raises(packed_sdpa.MaskNotHonouredError, match=refused):
+        model(tokens, positions)
+
+
 def test_masks_of_another_size():
     audit = mask_audit.DenseMaskAudit("error", set())
     documents = ArmedDocuments(torch.tensor([[1, 1, 2]]))
