@@ -315,9 +315,10 @@ def _narrower(one: int, two: int) -> int:
 def _check_mask_functions(masking: Any) -> None:
     """The mask functions that are recognized by name must mean the rule that we take them for."""
     size, window = 7, 3
-    rows, columns = torch.arange(size)[:, None], torch.arange(size)[None, :]
-    zero = torch.zeros((), dtype=torch.int64)
-    ids = torch.zeros(1, size, dtype=torch.int64)
+    places = torch.arange(size, device="cpu")
+    rows, columns = places[:, None], places[None, :]
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    ids = torch.zeros(1, size, dtype=torch.int64, device="cpu")
     for function, expected in (
         (masking.causal_mask_function, MaskRule(True)),
         (masking.sliding_window_causal_mask_function(window), MaskRule(True, (window - 1, 0))),
