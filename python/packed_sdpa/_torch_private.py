@@ -78,6 +78,10 @@ def current_graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def in_backward() -> bool:
+    return current_graph_task() != NO_GRAPH_TASK
+
+
 def in_recomputation_hook() -> bool:
     """The newest saved-tensor hooks of this thread are those of a non-reentrant checkpoint's recompute."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
