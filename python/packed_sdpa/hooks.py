@@ -159,7 +159,14 @@ class AttentionHook:
 
     def documents(self) -> ArmedDocuments | None:
         """Those of the call that runs now; see `documents_of_call`."""
-        return documents_of_call(self.attachments, self.hooked_at)
+        documents = documents_of_call(self.attachments, self.hooked_at)
+        if documents is None and self._has_ended and self.attachment is not None:
+            raise RuntimeError(
+                f"packed_sdpa: {self.record.name} is recomputed in backward after the model was detached, and it "
+                "cannot be told whether its forward had documents (the whole forward is recomputed, or it ran "
+                "unpacked); detach after backward"
+            )
+        return documents
 
     def may_repeat(self, documents: ArmedDocuments) -> None:
         """A backward may ask for a call under these documents once more."""

@@ -315,6 +315,24 @@ def test_detached_between_a_forward_and_its_backward(kind, again):
     assert set(vars(attention)) == set(vars(packed_models.SelfAttention()))
 
 
+@pytest.mark.parametrize("armed_by_hand", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_detached_before_a_whole_forward_is_recomputed(use_reentrant, armed_by_hand):
+    """Nothing finds its documents any more in the recompute: what was armed is known, else it is right or raises."""
+    model, x, ids, expected = small("none")
+    with packed_sdpa.attach(model, documents=None if armed_by_hand else lambda x: ids):
+        if armed_by_hand:
+            packed_sdpa.arm(ids)
+        loss = checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant).square().sum()
+        packed_sdpa.disarm()
+    if use_reentrant and not armed_by_hand:
+        with pytest.raises(RuntimeError, match=r"layers.0.self_attn is recomputed .*after the model was detached"):
+            loss.backward()
+    else:
+        loss.backward()
+        packed_models.assert_gradients(model.gradients(), expected, "whole forward")
+
+
 def test_detach_without_a_graph_leaves_nothing():
     model, x, ids, _ = small("none")
     with packed_sdpa.attach(model, documents=lambda x: ids), torch.no_grad():
