@@ -316,7 +316,8 @@ std::optional<TimelinePtr> Timeline::scope_on(const Moment& now, const std::vect
   return scope_at(nodes.back(), attachment);
 }
 
-TimelinePtr Timeline::armed_at(const NodePlace& node, bool precedes_region) const {
+TimelinePtr Timeline::armed_at(const NodePlace& node, bool precedes_region,
+                               const std::optional<TimelinePtr>& armed_in_backward) const {
   const auto ran_without_us = [&]() {
     raise("the forward of " + place(node) + " ran no hooked attention, but its recompute does.");
   };
@@ -336,13 +337,23 @@ TimelinePtr Timeline::armed_at(const NodePlace& node, bool precedes_region) cons
     at = &*interval;
     break;
   }
-  if (precedes_region) {
-    // The next call in this thread is the first one of the region itself.
-    if (after == nullptr) ran_without_us();
-    return value_of(*after);
-  }
   const bool is_within = at != nullptr && (at->is_open || node.sequence < at->to);
   const bool is_known = is_within && (at->exact_from || at->exact_to || at->last_call >= node.sequence);
+  if (precedes_region) {
+    // The next call in this thread is the first one of the region itself. If so, one that comes after another
+    // arming was armed within the region, as its recompute then does again. Else the node may be the last of
+    // its region (a saved tensor of it is unpacked, and made again), and that call a later forward's.
+    if (after == nullptr) ran_without_us();
+    TimelinePtr value = value_of(*after);
+    if (is_known && after != at && !(at->has_call() && states_equal(*at, *after)) &&
+        !(armed_in_backward && same_documents(*armed_in_backward, value))) {
+      raise("cannot tell whether " + place(node) +
+            " was made before the region that is recomputed, or at its end, and other documents were armed "
+            "between "
+            "them.");
+    }
+    return value;
+  }
   if (is_known) {
     if (!at->has_call()) ran_without_us();
     return value_of(*at);
@@ -375,18 +386,19 @@ void Timeline::redirect_to_asker(const Moment& now, ThreadLog& log) {
 }
 
 TimelinePtr Timeline::value_at(const Moment& now, const Caller& caller, const Chain& chain,
-                               bool* by_scope) const {
+                               const std::optional<TimelinePtr>& armed_in_backward, bool* by_scope) const {
   *by_scope = true;
   for (const int64_t attachment : caller.attachments) {
     if (const std::optional<TimelinePtr> value = scope_on(now, chain.nodes, attachment)) return *value;
   }
   *by_scope = false;
-  return armed_at(chain.nodes.back(), chain.precedes_region);
+  return armed_at(chain.nodes.back(), chain.precedes_region, armed_in_backward);
 }
 
 TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& caller, ThreadLog& log) {
   std::optional<Scope> scope;
   std::optional<ArmedInBackward> armed_here;
+  std::optional<TimelinePtr> armed_in_backward;  // here, or in a backward around this one
   {
     const std::lock_guard<std::mutex> guard(log.mutex);
     drop_ended(log);
@@ -397,6 +409,7 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
         if (counts && !scope) scope = entry;
       }
     }
+    if (log.armed_in_backward) armed_in_backward = log.armed_in_backward->value.lock();
     if (log.armed_in_backward && log.armed_in_backward->graph_task == now.graph_task) {
       armed_here = log.armed_in_backward;
     }
@@ -416,7 +429,7 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
     if (at_node ? !same_documents(*at_node, value) : !fits_beside(origin, chain.precedes_region, *scope)) {
       raise(
           "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
-          "overwritten?");
+          "overwritten, or its handle switched on or off?");
     }
   } else {
     if (origin.thread == caller.hooked_at.thread && origin.sequence < caller.hooked_at.sequence) {
@@ -424,11 +437,11 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
             " ran before this attention was hooked, but its recompute is hooked.");
     }
     bool by_scope = false;
-    value = value_at(now, caller, chain, &by_scope);
+    value = value_at(now, caller, chain, armed_in_backward, &by_scope);
     if (!chain.is_certain) {
       bool other_by_scope = false;
-      const TimelinePtr other =
-          value_at(now, caller, {{*now.node}, now.node_precedes_region, true}, &other_by_scope);
+      const TimelinePtr other = value_at(now, caller, {{*now.node}, now.node_precedes_region, true},
+                                         armed_in_backward, &other_by_scope);
       if (!same_documents(value, other)) {
         raise("cannot tell whether " + place(*now.node) +
               " was made by a recompute or by the forward before it.");

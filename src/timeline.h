@@ -211,8 +211,10 @@ class Timeline {
   std::optional<TimelinePtr> scope_on(const Moment& now, const std::vector<NodePlace>& nodes,
                                       int64_t attachment) const;
   bool fits_beside(const NodePlace& node, bool precedes_region, const Scope& scope) const;
-  TimelinePtr armed_at(const NodePlace& node, bool precedes_region) const;
-  TimelinePtr value_at(const Moment& now, const Caller& caller, const Chain& chain, bool* by_scope) const;
+  TimelinePtr armed_at(const NodePlace& node, bool precedes_region,
+                       const std::optional<TimelinePtr>& armed_in_backward) const;
+  TimelinePtr value_at(const Moment& now, const Caller& caller, const Chain& chain,
+                       const std::optional<TimelinePtr>& armed_in_backward, bool* by_scope) const;
   TimelinePtr resolve_in_backward(const Moment& now, const Caller& caller, ThreadLog& log);
 
   mutable std::mutex mutex_;

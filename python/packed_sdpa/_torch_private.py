@@ -156,6 +156,10 @@ _top_hooks, _ = _names(
 )
 
 
+def in_backward() -> bool:
+    return current_graph_task() != NO_GRAPH_TASK
+
+
 def in_recomputation_hook() -> bool:
     """The newest saved-tensor hooks of this thread are those of a non-reentrant checkpoint's recompute."""
     hooks = _top_hooks(True)

@@ -130,25 +130,28 @@ def keep_documents(output: object, documents: ArmedDocuments | None) -> None:
             keep_documents(entry, documents)
 
 
-def keep_for_recompute(output: Tensor, documents: ArmedDocuments) -> None:
+def keep_for_recompute(output: Tensor, documents: ArmedDocuments) -> bool:
     """As :func:`keep_documents` for an attention call's output.
 
     Without a graph of its own it may be in the region of a reentrant checkpoint (any torch.autograd.Function that runs
-    it in its forward), whose node then keeps the documents. An evaluation without gradients keeps nothing.
+    it in its forward), whose node then keeps the documents. An evaluation without gradients keeps nothing: False.
     """
     if output.requires_grad:
         keep_documents(output, documents)
-    elif not torch.is_grad_enabled():
-        keep_for_functions(documents)
+        return True
+    return not torch.is_grad_enabled() and keep_for_functions(documents)
 
 
-def keep_for_functions(documents: ArmedDocuments) -> None:
-    """The node of every torch.autograd.Function whose forward runs here keeps ``documents``."""
+def keep_for_functions(documents: ArmedDocuments) -> bool:
+    """The node of every torch.autograd.Function whose forward runs here keeps ``documents``; False: none runs."""
+    found = False
     for metadata in _torch_private.metadata_of_running_functions():
+        found = True
         if metadata is None:
             ops.keep_documents(documents.id)
         else:
             _add(metadata, documents)
+    return found
 
 
 def _add(metadata: dict[str, Any], documents: ArmedDocuments) -> None:

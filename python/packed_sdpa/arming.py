@@ -8,6 +8,8 @@ from packed_sdpa.armed import ArmedDocuments
 from packed_sdpa.documents import Documents
 from packed_sdpa.state import _PACKED_STATE
 
+ARMED_BY_HAND = "the armed doc_ids"  # where documents come from, in messages
+
 
 def arm(doc_ids: Tensor) -> None:
     """Arms documents for every attached or hooked forward until :func:`disarm`.
@@ -28,4 +30,4 @@ def disarm() -> None:
 
 def documents_armed_by_hand() -> Documents | None:
     armed = _PACKED_STATE.get()
-    return Documents(armed, "the armed doc_ids") if isinstance(armed, ArmedDocuments) else None
+    return Documents(armed, ARMED_BY_HAND) if isinstance(armed, ArmedDocuments) else None

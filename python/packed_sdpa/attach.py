@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import warnings
 import weakref
@@ -14,9 +15,18 @@ from torch import Tensor, nn
 
 from packed_sdpa import _torch_private, hf
 from packed_sdpa import packed as _installs_what_hooked_modules_call  # noqa: F401
+from packed_sdpa._library import ops
 from packed_sdpa._torch_private import JIT_TRACE
-from packed_sdpa.armed import UNSUPPORTED_JIT_TRACE, UNSUPPORTED_TRACER, UNSUPPORTED_TRANSFORM, ArmedDocuments
-from packed_sdpa.arming import documents_armed_by_hand
+from packed_sdpa.armed import (
+    UNSUPPORTED_JIT_TRACE,
+    UNSUPPORTED_TRACER,
+    UNSUPPORTED_TRANSFORM,
+    ArmedDocuments,
+    documents_of_call,
+    keep_documents,
+    keep_for_functions,
+)
+from packed_sdpa.arming import ARMED_BY_HAND, documents_armed_by_hand
 from packed_sdpa.documents import (
     FOREIGN_KEYWORDS,
     OWN_KEYWORDS,
@@ -28,7 +38,7 @@ from packed_sdpa.documents import (
     is_indexed_mask,
 )
 from packed_sdpa.guard import add_around, arounds_of, remove_around
-from packed_sdpa.hooks import BREAKS_AT_ATTENTION, hook_attention, new_attachment, run_scoped
+from packed_sdpa.hooks import BREAKS_AT_ATTENTION, forward_scope, hook_attention, new_attachment, run_scoped
 from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
 from packed_sdpa.records import ModuleRecord
@@ -43,6 +53,22 @@ ROUTES = ("auto", "interface", "hooks")
 
 Match = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """Qualified-name suffix (``"attn"``), glob (``"*.h.*.attn"``), several of them, or a function of name and module."""
+
+
+IN_ANOTHER_THREAD = (
+    "it runs in a thread that began no forward of the model, while another thread's has documents; run it in that "
+    "forward's thread, or arm the documents (packed_sdpa.arm)"
+)
+RAN_NONE = (
+    "none had run when the forward returned, with documents (a generator, or layers run by other threads?); attach the "
+    "part that runs them, or arm the documents (packed_sdpa.arm) until they have run"
+)
+
+
+def _documents_armed_here() -> Documents | None:
+    """Those armed by hand; in a recompute those under which its forward ran."""
+    armed = documents_of_call((), (0, 0))
+    return None if armed is None else Documents(armed, ARMED_BY_HAND)
 
 
 class NotTakenError(RuntimeError):
@@ -76,6 +102,7 @@ class Attachment:
         self.number = new_attachment()
         self._mask_audit = DenseMaskAudit(on_mask, self.ledger.warned)
         self._undo: list[Callable[[], None]] = []
+        self._attached_at: tuple[int, int] = ops.this_place()
         self._run_scoped = torch.compiler.disable(run_scoped, recursive=False, reason=BREAKS_AT_OUTER)
         self._parameters = {module: forward_parameters(module) for module in found.outer}
         for name, module in (*found.interface, *found.hooks):
@@ -102,7 +129,7 @@ class Attachment:
                     self.ledger.records[module],
                     attachment=self.number,
                     window_size=window,
-                    audit=self._mask_audit,
+                    audit=functools.partial(self._mask_audit, kinds=set()),
                 )
                 self._undo.append(hook)
             done = True
@@ -130,17 +157,57 @@ class Attachment:
             scope = ForwardScope(Ledger(), None, frozenset(), self.on_mask, None)
         documents = scope.documents
         armed = None if documents is None else documents.armed
+        noted = self._noted(armed)
         try:
             try:
                 push_scope(scope)
+                self._enter(noted, scope)
                 result = self._run(armed, proceed, args, kwargs)
             finally:
-                pop_scope(scope)
+                self._leave(noted, scope)
         finally:
-            pop_scope(scope)  # once more, should an interrupt have cut the first one short
+            self._leave(noted, scope)  # once more, should an interrupt have cut the first one short
         if documents is not None:
+            if noted is not None:
+                self._keep(result, documents)
             self._check_taken(scope)
         return result
+
+    @_torch_private.untraced(BREAKS_AT_OUTER)
+    def _noted(self, armed: ArmedDocuments | None) -> forward_scope | None:
+        """The note of which forward ran under which documents; the hooks route makes its own (`run_scoped`)."""
+        if self.found.hooks or _torch_private.tracer() is not None or _torch_private.in_func_transform():
+            return None
+        return forward_scope(armed, self.number)
+
+    @_torch_private.untraced(BREAKS_AT_OUTER)
+    def _enter(self, noted: forward_scope | None, scope: ForwardScope) -> None:
+        if scope.documents is not None:
+            scope.ledger.packed.add(scope)
+        if noted is None:
+            return
+        noted.__enter__()
+        if _torch_private.in_backward() and not (self.enabled and self._are_arguments(scope.documents)):
+            documents_of_call((self.number,), self._attached_at)  # raises when they are not those of the forward
+
+    def _are_arguments(self, documents: Documents | None) -> bool:
+        """They came with the forward's arguments, so a recompute of the whole forward is given them again."""
+        return not callable(self.documents) and (documents is None or documents.source != ARMED_BY_HAND)
+
+    @_torch_private.untraced(BREAKS_AT_OUTER)
+    def _keep(self, output: Any, documents: Documents) -> None:
+        """Keeps documents for a recompute of the whole forward."""
+        if not self._are_arguments(documents):
+            keep_documents(output, documents.armed)
+        if not torch.is_grad_enabled():
+            keep_for_functions(documents.armed)
+
+    @_torch_private.untraced(BREAKS_AT_OUTER)
+    def _leave(self, noted: forward_scope | None, scope: ForwardScope) -> None:
+        pop_scope(scope)
+        scope.ledger.packed.discard(scope)
+        if noted is not None:
+            noted.__exit__()
 
     @_torch_private.untraced(BREAKS_AT_OUTER)
     def _prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[ForwardScope, tuple, dict] | None:
@@ -187,7 +254,11 @@ class Attachment:
             told = self.documents(*args, **kwargs) if outermost else None
             if told is None:
                 return None
-        armed = documents_armed_by_hand()
+        if _torch_private.in_backward():  # a recompute: its arguments are those of its forward, what is armed is not
+            documents = None if self.documents is None else find_documents(arguments, told)
+            armed = _documents_armed_here() if documents is None else None
+        else:
+            documents, armed = None, _documents_armed_here()
         if self.documents is None:
             documents = armed
         else:
@@ -276,6 +347,9 @@ class Attachment:
         if scope is not None and module not in scope.ran:
             record = self.ledger.record(module)
             scope.ran[module] = (record.taken, record.calls)
+        elif scope is None and self.ledger.packed and not _torch_private.in_backward():
+            if documents_armed_by_hand() is None:
+                self._not_taken(self.ledger.record(module).name, type(module).__name__, IN_ANOTHER_THREAD)
 
     @_torch_private.untraced(BREAKS_AT_OUTER)
     def _check_taken(self, scope: ForwardScope) -> None:
@@ -284,15 +358,19 @@ class Attachment:
             if record.taken > taken:
                 continue
             reason = record.last_passed if record.calls > calls else why_no_call(module)
-            message = (
-                f"{record.name} ({type(module).__name__}) ran in a packed forward without packed attention: {reason}"
-            )
-            if self.strict:
-                raise NotTakenError(f"packed_sdpa: {message}; documents leak into each other there (strict=True)")
-            cause = f"{record.name}: {reason}"
-            if cause not in self.ledger.warned:
-                self.ledger.warned.add(cause)
-                warnings.warn(f"packed_sdpa: {message}", UserWarning, stacklevel=4)
+            self._not_taken(record.name, type(module).__name__, reason)
+        if not (scope.ran or scope.gave_masks or self.ledger.taken() > scope.taken_before):
+            name = type(self.model()).__name__
+            self._not_taken(f"every attention module of {name}", name, RAN_NONE)
+
+    def _not_taken(self, name: str, kind: str, reason: str) -> None:
+        message = f"{name} ({kind}) ran in a packed forward without packed attention: {reason}"
+        if self.strict:
+            raise NotTakenError(f"packed_sdpa: {message}; documents leak into each other there (strict=True)")
+        cause = f"{name}: {reason}"
+        if cause not in self.ledger.warned:
+            self.ledger.warned.add(cause)
+            warnings.warn(f"packed_sdpa: {message}", UserWarning, stacklevel=5)
 
 
 class _AroundOuter:

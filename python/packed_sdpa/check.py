@@ -133,9 +133,10 @@ def _documents(model: nn.Module, batch: Mapping[str, Any], attachment: Attachmen
 def _places(documents: Documents) -> list[Tensor]:
     """For each document the flat rows ``b * S + i`` of its tokens."""
     ids = documents.doc_ids
-    keys = ids + torch.arange(ids.shape[0]).unsqueeze(1) * (int(ids.max()) + 1)
-    real = ids.flatten() != 0
-    return [((keys.flatten() == key) & real).nonzero().squeeze(1) for key in keys[ids != 0].unique(sorted=True)]
+    place = ids.flatten().nonzero().squeeze(1)
+    keys = torch.stack([place // ids.shape[1], ids.flatten()[place]], dim=1)
+    documents, number = keys.unique(dim=0, return_inverse=True)
+    return [place[number == n] for n in range(documents.shape[0])]
 
 
 @contextlib.contextmanager

@@ -39,10 +39,10 @@ class Documents:
     def in_chunks(self, size: int) -> Documents:
         """Each document cut into pieces of ``size`` rows, counted from its first row (chunked attention). Made once."""
         if size not in self._chunks:
-            rows = torch.arange(self.doc_ids.shape[1]).expand_as(self.doc_ids)
-            order = torch.arange(self.doc_ids.shape[0]).unsqueeze(1).expand_as(self.doc_ids)
+            rows = torch.arange(self.doc_ids.shape[1], device="cpu").expand_as(self.doc_ids)
+            order = torch.arange(self.doc_ids.shape[0], device="cpu").unsqueeze(1).expand_as(self.doc_ids)
             keys, document = torch.stack([order, self.doc_ids]).flatten(1).unique(dim=1, return_inverse=True)
-            first = torch.full((keys.shape[1],), self.doc_ids.shape[1], dtype=torch.int64)
+            first = torch.full((keys.shape[1],), self.doc_ids.shape[1], dtype=torch.int64, device="cpu")
             first.scatter_reduce_(0, document, rows.flatten(), "amin")
             piece = (rows.flatten() - first[document]) // size
             _, numbers = torch.stack([document, piece]).unique(dim=1, return_inverse=True)
@@ -94,7 +94,7 @@ def find_documents(
     Raises ValueError for a source of the wrong shape, and when two sources disagree.
     """
     shape = _batch_shape(arguments)
-    padding_mask = _padding_mask(arguments)
+    padding_mask = _padding_mask(arguments, shape)
     claims = [] if told is None else [_told_claim(told, told_by, shape)]
     for name in SOURCE_KEYWORDS:
         value = arguments.get(name)
@@ -123,12 +123,13 @@ def _batch_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def _padding_mask(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Bool [B, S] on the host, True for real tokens, from a 2-D attention mask."""
+def _padding_mask(arguments: Mapping[str, Any], shape: tuple[int, int] | None) -> Tensor | None:
+    """Bool [B, S] on the host, True for real tokens, from a 2-D attention mask; one row stands for every row."""
     mask = arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
-    return mask.detach().cpu() != 0
+    real = mask.detach().cpu() != 0
+    return real.expand(shape) if shape is not None and real.shape == (1, shape[1]) else real
 
 
 def _host_ids(name: str, value: Any) -> Tensor:
@@ -170,9 +171,13 @@ def _layout_ids(layout: PackedLayout) -> Tensor:
             "needs one in which every row is both: PackedLayout.from_doc_ids(ids) without row_offset"
         )
     lengths = tensors.cu_seqlens_k.diff().to(torch.int64)
-    numbers = torch.repeat_interleave(torch.arange(1, lengths.numel() + 1), lengths)
-    ids = torch.zeros(layout.batch * layout.rows_k, dtype=torch.int64)
-    places = tensors.token_index_k.to(torch.int64) if tensors.token_index_k.numel() else torch.arange(numbers.numel())
+    numbers = torch.repeat_interleave(torch.arange(1, lengths.numel() + 1, device="cpu"), lengths)
+    ids = torch.zeros(layout.batch * layout.rows_k, dtype=torch.int64, device="cpu")
+    places = (
+        tensors.token_index_k.to(torch.int64)
+        if tensors.token_index_k.numel()
+        else torch.arange(numbers.numel(), device="cpu")
+    )
     ids[places] = numbers
     return ids.view(layout.batch, layout.rows_k)
 
@@ -212,8 +217,8 @@ def _read_cu_seq_lens(name: str, value: Any, shape: tuple[int, int] | None, mask
             f"{name} must start at 0, not decrease and end at most at the {total} tokens of the forward, "
             f"got {_shortened(offsets)}"
         )
-    ids = torch.zeros(total, dtype=torch.int64)
-    numbers = torch.arange(1, lengths.numel() + 1)
+    ids = torch.zeros(total, dtype=torch.int64, device="cpu")
+    numbers = torch.arange(1, lengths.numel() + 1, device="cpu")
     ids[: int(offsets[-1])] = torch.repeat_interleave(numbers, lengths)
     rows = ids.view(batch, size)
     if batch > 1:
@@ -278,7 +283,7 @@ def _read_position_ids(name: str, value: Any, shape: tuple[int, int] | None, mas
         restarts = bool(starts[:, 1:].any())
     if not restarts:
         return None
-    numbers = starts.flatten().cumsum(0).view_as(starts) + torch.arange(1, rows.shape[0] + 1).unsqueeze(1)
+    numbers = starts.flatten().cumsum(0).view_as(starts) + torch.arange(1, rows.shape[0] + 1, device="cpu").unsqueeze(1)
     return _Claim(name, numbers.masked_fill(~real, 0), boundaries_only=True)
 
 
@@ -289,7 +294,7 @@ def _restarts(positions: Tensor, real: Tensor) -> tuple[Tensor, bool]:
     values = positions.flatten()[place]
     same_row = row[1:] == row[:-1]
     jump = same_row & (values[1:] != values[:-1] + 1)
-    starts = torch.zeros(positions.numel(), dtype=torch.bool)
+    starts = torch.zeros(positions.numel(), dtype=torch.bool, device="cpu")
     starts[place[1:][jump]] = True
     return starts.view_as(positions), bool(jump.any())
 

@@ -49,8 +49,8 @@ class GraphLayout:
         self.max_seqlen = max_seqlen
         self._buffer = torch.zeros(2 * (max_documents + 1), dtype=torch.int32, device=device)
         self._none = torch.empty(0, dtype=torch.int32, device=device)
-        self._max_seqlens = torch.tensor([max_seqlen, max_seqlen, 0])  # longest q, longest k, no flags
-        self.refill(torch.zeros(batch, rows, dtype=torch.int64))
+        self._max_seqlens = torch.tensor([max_seqlen, max_seqlen, 0], device="cpu")  # longest q, longest k, no flags
+        self.refill(torch.zeros(batch, rows, dtype=torch.int64, device="cpu"))
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +89,7 @@ class GraphLayout:
                 "enlarge it"
             )
         # Entries behind the last document repeat its end: documents of no rows.
-        filled = torch.empty(2, self.max_documents + 1, dtype=torch.int32)
+        filled = torch.empty(2, self.max_documents + 1, dtype=torch.int32, device="cpu")
         for row, offsets in zip(filled, (form.cu_seqlens_q, form.cu_seqlens_k), strict=True):
             row[: count + 1] = offsets
             row[count + 1 :] = offsets[-1]

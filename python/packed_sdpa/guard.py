@@ -9,7 +9,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import nn
@@ -32,15 +32,22 @@ class Around(Protocol):
         """``module.forward(...)``, within ``module(...)`` or called directly."""
 
 
+class _Arounds(tuple):
+    """Those of one module, the newest last. They do not go into its copies, by whatever way its class makes them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Arounds:
+        return _Arounds()
+
+
 def add_around(module: nn.Module, around: Around) -> None:
     """The newest around is the innermost."""
-    module.__dict__[_KEY] = (*module.__dict__.get(_KEY, ()), around)
+    module.__dict__[_KEY] = _Arounds((*module.__dict__.get(_KEY, ()), around))
     if not _is_guarded(type(module)):
         module.__class__ = _guarded_class(type(module))
 
 
 def remove_around(module: nn.Module, around: Around) -> None:
-    left = tuple(entry for entry in module.__dict__.get(_KEY, ()) if entry is not around)
+    left = _Arounds(entry for entry in module.__dict__.get(_KEY, ()) if entry is not around)
     if left:
         module.__dict__[_KEY] = left
         return
@@ -96,7 +103,17 @@ def _guarded_class(plain: type) -> type:
             parts[2] = _without_ours(parts[2])
         return tuple(parts)
 
-    namespace = {
+    def deepcopy_as_plain(self: nn.Module, memo: dict[int, Any]) -> Any:
+        copied = plain.__deepcopy__(self, memo)  # type: ignore[attr-defined]
+        if _KEY in getattr(copied, "__dict__", {}) and copied is not self:
+            state = _without_ours(copied.__dict__)
+            copied.__dict__.clear()
+            copied.__dict__.update(state)
+            if type(copied) is guarded:
+                copied.__class__ = plain
+        return copied
+
+    namespace: dict[str, Any] = {
         "__call__": guarded_call,
         "forward": guarded_forward,
         "__reduce_ex__": reduce_as_plain,
@@ -105,6 +122,8 @@ def _guarded_class(plain: type) -> type:
         "__doc__": plain.__doc__,
         _PLAIN: plain,
     }
+    if hasattr(plain, "__deepcopy__"):  # parametrized modules, modules of torch.fx, classes of the user's own
+        namespace["__deepcopy__"] = deepcopy_as_plain
     guarded = type(plain)(plain.__name__, (plain,), namespace)
     _classes[plain] = guarded
     return guarded
@@ -123,6 +142,8 @@ def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
     if arounds is None:
         return state
     ours = {number for around in arounds for number in around.hook_ids}
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        ours.update(_copied_hooks(state.get(name, {}).items()))
     state = {name: value for name, value in state.items() if name != _KEY}
     for name in _torch_private.MODULE_HOOKS:
         if name in state:
@@ -131,3 +152,8 @@ def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
                 kept.pop(number, None)
             state[name] = kept
     return state
+
+
+def _copied_hooks(hooks: Iterable[tuple[int, Any]]) -> set[int]:
+    """Numbers of the hooks that came with a copy of a module, of an around that did not."""
+    return {number for number, hook in hooks if getattr(getattr(hook, "__self__", None), "is_copy", False)}

@@ -9,6 +9,7 @@ Everything private of Transformers that this package touches is in this file.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.choice import choice_of
 from packed_sdpa.documents import Documents, from_doc_ids
 from packed_sdpa.functional import attention_on_tensors
+from packed_sdpa.guard import arounds_of
 from packed_sdpa.layout import LayoutTensors
 from packed_sdpa.mask_audit import (
     MaskRule,
@@ -54,9 +56,15 @@ class DocumentMask(NamedTuple):
     window_size: tuple[int, int]
     documents: ArmedDocuments
     ledger: Ledger | None  # None: a model that uses the name without attach, whose calls nobody can read
+    unattached: tuple[Tensor | None] | None = None  # the mask of a layer that has our name but is not attached
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _torch_private.in_backward():  # detached since the forward
+            raise RuntimeError(
+                f"packed_sdpa: {getattr(func, '__name__', func)} was given the documents in the place of an attention "
+                "mask when a forward was recomputed in backward: the model was detached before; detach after backward"
+            )
         raise RuntimeError(  # a TypeError of an operator would lose its text
             f"packed_sdpa: {getattr(func, '__name__', func)} was given the documents in the place of an attention "
             "mask: a layer of this model computes attention itself, not through Transformers' attention interface; "
@@ -150,26 +158,32 @@ def document_mask(
         and kv_length >= q_length
         and int(q_offset) == 0
     )
+    stock = functools.partial(
+        masking.sdpa_mask,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        device=device,
+        **kwargs,
+    )
     if documents is None or not whole:
-        return masking.sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            device=device,
-            **kwargs,
-        )
+        return stock()
+    unattached = None
+    if scope is None and isinstance(implementation(kwargs.get("config")), SwitchedImplementation):
+        unattached = (stock(),)  # the config may be another model's too, for which nothing was armed
     rule, others = _read_mask_function(mask_function)
     if rule.chunk_size:
         documents = documents.in_chunks(rule.chunk_size)
     _audit(masking, scope, documents, rule, others, mask_function, device, kwargs)
     tensors = documents.layout.tensors(device)
-    return DocumentMask(
-        tensors, rule.is_causal, rule.window_size, documents.armed, None if scope is None else scope.ledger
-    )
+    if scope is not None:
+        scope.gave_masks = True
+    ledger = None if scope is None else scope.ledger
+    return DocumentMask(tensors, rule.is_causal, rule.window_size, documents.armed, ledger, unattached)
 
 
 def _refuse_tracers(mask_function: Callable) -> None:
@@ -315,9 +329,10 @@ def _narrower(one: int, two: int) -> int:
 def _check_mask_functions(masking: Any) -> None:
     """The mask functions that are recognized by name must mean the rule that we take them for."""
     size, window = 7, 3
-    rows, columns = torch.arange(size)[:, None], torch.arange(size)[None, :]
-    zero = torch.zeros((), dtype=torch.int64)
-    ids = torch.zeros(1, size, dtype=torch.int64)
+    places = torch.arange(size, device="cpu")
+    rows, columns = places[:, None], places[None, :]
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    ids = torch.zeros(1, size, dtype=torch.int64, device="cpu")
     for function, expected in (
         (masking.causal_mask_function, MaskRule(True)),
         (masking.sliding_window_causal_mask_function(window), MaskRule(True, (window - 1, 0))),
@@ -364,6 +379,8 @@ def document_attention(
     With a :class:`DocumentMask` the packed kernel; else Transformers' ``sdpa``. Raises NotImplementedError for what the
     kernel does not have (soft-capping, sinks, head masks, biases).
     """
+    if isinstance(attention_mask, DocumentMask) and attention_mask.unattached is not None and not _is_attached(module):
+        (attention_mask,) = attention_mask.unattached
     if not isinstance(attention_mask, DocumentMask):
         if not torch.compiler.is_compiling():
             _count_passed(module, query, key)
@@ -394,6 +411,10 @@ def document_attention(
     if not torch.compiler.is_compiling():
         _count_taken(module, query, key, value, attention_mask, dropout)
     return out.transpose(1, 2), None
+
+
+def _is_attached(module: nn.Module) -> bool:
+    return any(getattr(around, "attachment", None) is not None for around in arounds_of(module))
 
 
 def _count_taken(

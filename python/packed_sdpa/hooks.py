@@ -7,7 +7,7 @@
     its window (`hf.window_of_width`) unless ``window_size`` gives one. ``attachment`` names whose forward scopes the
     module listens to; without one only the armed state counts. ``audit(documents, window_size, attn_mask, is_causal)``
     is asked about the mask of each call that would be taken: it returns a reason to pass the call through, or None, or
-    raises. ``unhook()`` leaves the module as it was found.
+    raises. ``unhook()`` leaves the module as it was found, once no graph is left that may repeat a forward of it.
 
 ``new_attachment() -> int``
     A number for one attached model.
@@ -76,7 +76,13 @@ def armed_documents() -> ArmedDocuments | None:
 
 
 class AttentionHook:
-    """One hooking of one module: the real pre/post hook pair, and the guard around it."""
+    """One hooking of one module: the real pre/post hook pair, and the guard around it.
+
+    Once it is ended (unhooked) it still repeats, in backward, the forwards that ran under it, and goes with the last of
+    their documents.
+    """
+
+    is_copy = False  # came with a module that was copied: does nothing
 
     def __init__(
         self,
@@ -92,7 +98,10 @@ class AttentionHook:
         self.attachment = attachment
         self.window_size = window_size
         self._warned: set[str] = set()
-        self.hooked_at: tuple[int, int] = ops.this_place()
+        self._hooked_at: tuple[int, int] = ops.this_place()
+        self._has_ended = False
+        self._latest: weakref.ref[ArmedDocuments] | None = None
+        self._ran_under: weakref.WeakSet[ArmedDocuments] = weakref.WeakSet()
         self._handles = (
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, always_call=True),
@@ -100,12 +109,38 @@ class AttentionHook:
         self.hook_ids = tuple(handle.id for handle in self._handles)
         guard.add_around(module, self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionHook:
+        copied = AttentionHook.__new__(AttentionHook)
+        copied.is_copy = True
+        return copied
+
     def unhook(self) -> None:
+        self._has_ended = True
+        for documents in list(self._ran_under):
+            weakref.finalize(documents, self._remove_if_unused).atexit = False
+        self._remove_if_unused()
+
+    def _remove_if_unused(self) -> None:
+        if not list(self._ran_under):  # its length counts some that are gone
+            self._remove()
+
+    def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         module = self._module()
         if module is not None:
             guard.remove_around(module, self)
+
+    def _is_off(self) -> bool:
+        """Does nothing here: a copy's, or an ended one outside of backward."""
+        return self.is_copy or (self._has_ended and _torch_private.current_graph_task() == _torch_private.NO_GRAPH_TASK)
+
+    @property
+    def hooked_at(self) -> tuple[int, int]:
+        """Since when the module is hooked."""
+        module = self._module()
+        hooks = () if module is None else hooks_of(module)
+        return hooks[0]._hooked_at if hooks else self._hooked_at
 
     @property
     def attachments(self) -> tuple[int, ...]:
@@ -124,7 +159,20 @@ class AttentionHook:
 
     def documents(self) -> ArmedDocuments | None:
         """Those of the call that runs now; see `documents_of_call`."""
-        return documents_of_call(self.attachments, self.hooked_at)
+        documents = documents_of_call(self.attachments, self.hooked_at)
+        if documents is None and self._has_ended and self.attachment is not None:
+            raise RuntimeError(
+                f"packed_sdpa: {self.record.name} is recomputed in backward after the model was detached, and it "
+                "cannot be told whether its forward had documents (the whole forward is recomputed, or it ran "
+                "unpacked); detach after backward"
+            )
+        return documents
+
+    def may_repeat(self, documents: ArmedDocuments) -> None:
+        """A backward may ask for a call under these documents once more."""
+        if self._latest is None or self._latest() is not documents:
+            self._latest = weakref.ref(documents)
+            self._ran_under.add(documents)
 
     def passed_while_armed(self, reason: str, sizes: str) -> None:
         """Warns, once a reason. Attached models have their own way to tell."""
@@ -144,12 +192,15 @@ class AttentionHook:
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():  # a module that was compiled before it was hooked
             return _untraced(self._before, module, args)
-        interception.enter(self)
+        if not self._is_off():
+            interception.enter(self)
         return None
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return _untraced(self._after, module, args, output)
+        if self.is_copy:
+            return None
         frame = interception.current_frame()
         if frame is None or frame.hook is not self:
             return None
@@ -178,6 +229,8 @@ class AttentionHook:
     def around_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return _untraced(self.around_forward, call, args, kwargs)
+        if self._is_off():
+            return call(*args, **kwargs)
         frame = interception.current_frame()
         if frame is not None and frame.hook is self and not frame.in_forward:
             frame.in_forward = True

@@ -16,6 +16,7 @@ any point.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -166,6 +167,22 @@ def leave(down_to: int) -> None:
                 F.scaled_dot_product_attention = _outer
                 _is_swapped = False
             _inside.discard(thread)
+
+
+def _forget_other_threads() -> None:
+    """In a forked child: of the threads only the one that forked goes on."""
+    global _lock, _is_swapped
+    _lock = threading.RLock()
+    _visitors.clear()
+    _inside.clear()
+    if _thread.frames:
+        _inside.add(threading.get_ident())
+    elif _is_swapped and F.scaled_dot_product_attention is _packed:
+        F.scaled_dot_product_attention = _outer
+        _is_swapped = False
+
+
+os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 def without_catching(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -89,7 +89,7 @@ class PackedLayout:
             wrong = next((n for n in seqlens if not isinstance(n, int) or isinstance(n, bool)), None)
             if wrong is not None:
                 raise TypeError(f"seqlens must hold ints, got {wrong!r} in the list")
-            lengths = torch.tensor(seqlens, dtype=torch.int64)
+            lengths = torch.tensor(seqlens, dtype=torch.int64, device="cpu")
         else:
             lengths = _tensor("seqlens", seqlens)
         tensors = LayoutTensors(*ops.layout_from_seqlens(lengths, total))

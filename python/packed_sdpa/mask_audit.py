@@ -106,6 +106,7 @@ class DenseMaskAudit:
     """Looks at the masks of hooked attention calls: all rows of a kind of mask when first seen, later a sample.
 
     A call with no mask and ``is_causal=False`` is not a decoder's: the reason to pass it through is returned.
+    ``kinds``: those that one module has shown; what one layer means by its masks says nothing of another's.
     """
 
     def __init__(self, on_mask: str, warned: set[str]) -> None:
@@ -116,9 +117,15 @@ class DenseMaskAudit:
         # another mask in memory that was used again.
         self._latest_owner: weakref.ref[Tensor] | None = None
         self._latest: tuple = ()
+        self._latest_was_whole = False
 
     def __call__(
-        self, documents: ArmedDocuments, window_size: tuple[int, int], mask: Tensor | None, is_causal: bool
+        self,
+        documents: ArmedDocuments,
+        window_size: tuple[int, int],
+        mask: Tensor | None,
+        is_causal: bool,
+        kinds: set[tuple] | None = None,
     ) -> str | None:
         if mask is None:
             return None if is_causal or documents.rows == 1 else NOT_CAUSAL_CALL
@@ -128,11 +135,14 @@ class DenseMaskAudit:
         place = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype)
         # A tensor made in inference mode counts no changes, so it is looked at again each time.
         this = () if mask.is_inference() else (place, mask._version, documents.id, window_size)
-        if this and this == self._latest and self._latest_owner is not None and self._latest_owner() is owner:
-            return None
+        kinds = self._kinds if kinds is None else kinds
         kind = (mask.dtype, mask.device, mask.dim(), window_size)
+        if this and this == self._latest and self._latest_owner is not None and self._latest_owner() is owner:
+            if self._latest_was_whole:
+                kinds.add(kind)
+            return None
         rule = MaskRule(True, window_size)
-        ids, rows = documents.doc_ids, None if kind not in self._kinds else _sample(documents.rows)
+        ids, rows = documents.doc_ids, None if kind not in kinds else _sample(documents.rows)
         try:
             visible = dense_mask_visible(mask, documents.rows)
             pair = differing_pair(ids, rule, visible, mask.device, rows)
@@ -141,8 +151,8 @@ class DenseMaskAudit:
             return None
         if pair is not None:
             raise_or_warn(self._on_mask, f"attn_mask: {describe_pair(pair, rule)}", self._warned)
-        self._kinds.add(kind)
-        self._latest, self._latest_owner = this, weakref.ref(owner)
+        kinds.add(kind)
+        self._latest, self._latest_owner, self._latest_was_whole = this, weakref.ref(owner), rows is None
         return None
 
 
@@ -153,11 +163,11 @@ _SAMPLED_ROWS = 16
 def _sample(size: int) -> list[tuple[int, int]]:
     """Rows ``(begin, end)`` spread over a mask, other ones each time."""
     step = max(1, size // _SAMPLED_ROWS)
-    first = int(torch.randint(step, (1,), generator=_GENERATOR))
+    first = int(torch.randint(step, (1,), generator=_GENERATOR, device="cpu"))
     return [(row, row + 1) for row in range(first, size, step)]
 
 
-_GENERATOR = torch.Generator()  # not the default one: an audit draws no random number of the training
+_GENERATOR = torch.Generator("cpu")  # not the default one: an audit draws no random number of the training
 
 
 def raise_or_warn(on_mask: str, message: str, warned: set[str]) -> None:

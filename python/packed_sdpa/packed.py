@@ -111,8 +111,8 @@ def _packed_varlen_sdpa(
         output = _pass_through(
             frame, reason, documents, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
-        if documents is not None:
-            keep_for_recompute(output, documents)
+        if documents is not None and keep_for_recompute(output, documents) and frame is not None:
+            frame.hook.may_repeat(documents)
         return output
 
     assert documents is not None and matched is not None
@@ -125,8 +125,10 @@ def _packed_varlen_sdpa(
         dropout_p=dropout_p,
         backend=documents.backend,
     )
-    keep_for_recompute(output, documents)
+    kept = keep_for_recompute(output, documents)
     if frame is not None:
+        if kept:
+            frame.hook.may_repeat(documents)
         choice = choice_of(documents, *matched, is_causal=True, window_size=window, dropout_p=dropout_p)
         frame.hook.record.count_taken(choice, window)
     return output
@@ -168,8 +170,8 @@ def _packed_multi_head_attention(
             return F.linear(out.transpose(1, 2).flatten(-2), proj_weight, proj_bias), None
         frame.calls += 1
         _count_passed(frame, reason, documents, *heads)
-        if documents is not None:
-            keep_for_functions(documents)
+        if documents is not None and keep_for_functions(documents):
+            frame.hook.may_repeat(documents)
     return interception.without_catching(
         _torch_private.NATIVE_MULTI_HEAD_ATTENTION,
         *(query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask),

@@ -118,7 +118,7 @@ def pack(
 
 
 def _as_tokens(document: Sequence[int] | Tensor, index: int) -> Tensor:
-    tokens = torch.as_tensor(document)
+    tokens = document if isinstance(document, Tensor) else torch.as_tensor(document, device="cpu")
     if tokens.dim() != 1:
         raise ValueError(f"documents[{index}] must be 1-D token ids, got shape {list(tokens.shape)}")
     if tokens.numel() and (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool):
@@ -152,23 +152,24 @@ def _best_fit(spans: list[tuple[int, int, int]], seq_len: int) -> tuple[Piece, .
 
 
 def _fill(tokens: list[Tensor], pieces: tuple[Piece, ...], seq_len: int, pad_id: int) -> dict[str, Tensor]:
-    _, _, lengths, rows, columns = torch.tensor(pieces, dtype=torch.int64).t().contiguous().unbind(0)
+    _, _, lengths, rows, columns = torch.tensor(pieces, dtype=torch.int64, device="cpu").t().contiguous().unbind(0)
     num_rows = int(rows[-1]) + 1
     first_in_row = torch.searchsorted(rows, rows)  # index of the first piece of each piece's row
-    numbers = torch.arange(len(pieces)) - first_in_row + 1
-    used = torch.zeros(num_rows, dtype=torch.int64).index_add_(0, rows, lengths)
+    numbers = torch.arange(len(pieces), device="cpu") - first_in_row + 1
+    used = torch.zeros(num_rows, dtype=torch.int64, device="cpu").index_add_(0, rows, lengths)
 
     def per_token(values: Tensor) -> Tensor:
         return values.repeat_interleave(lengths)
 
-    position = torch.arange(int(lengths.sum())) - per_token(lengths.cumsum(0) - lengths)
+    position = torch.arange(int(lengths.sum()), device="cpu") - per_token(lengths.cumsum(0) - lengths)
     place = per_token(rows * seq_len + columns) + position
     source = torch.cat([tokens[piece.document][piece.start : piece.start + piece.length] for piece in pieces])
 
     def grid(values: Tensor, fill: int) -> Tensor:
-        return torch.full((num_rows * seq_len,), fill).index_put_((place,), values).view(num_rows, seq_len)
+        rows = torch.full((num_rows * seq_len,), fill, device="cpu")
+        return rows.index_put_((place,), values).view(num_rows, seq_len)
 
-    padding_position = (torch.arange(seq_len) - used[:, None]).clamp_(min=0)
+    padding_position = (torch.arange(seq_len, device="cpu") - used[:, None]).clamp_(min=0)
     doc_ids = grid(per_token(numbers), 0)
     return {
         "input_ids": grid(source, pad_id),

@@ -21,6 +21,11 @@ class Ledger:
         self.records: weakref.WeakKeyDictionary[nn.Module, ModuleRecord] = weakref.WeakKeyDictionary()
         self.warned: set[str] = set()
         self.layouts_built = 0
+        self.packed: set[ForwardScope] = set()  # running forwards with documents, of all threads
+
+    def taken(self) -> int:
+        """Calls of all modules together."""
+        return sum(record.taken for record in list(self.records.values()))
 
     def record(self, module: nn.Module) -> ModuleRecord:
         found = self.records.get(module)
@@ -32,7 +37,7 @@ class Ledger:
 class ForwardScope:
     """One outer forward. ``documents`` None: it runs unpacked."""
 
-    __slots__ = ("dense_mask", "documents", "ledger", "on_mask", "ran", "seen")
+    __slots__ = ("dense_mask", "documents", "gave_masks", "ledger", "on_mask", "ran", "seen", "taken_before")
 
     def __init__(
         self, ledger: Ledger, documents: Documents | None, seen: frozenset[str], on_mask: str, dense_mask: Tensor | None
@@ -42,6 +47,8 @@ class ForwardScope:
         self.seen = seen  # names of the arguments in which documents were looked for
         self.on_mask = on_mask
         self.dense_mask = dense_mask  # the caller's own 4-D mask, audited where the layer's rule is known
+        self.gave_masks = False  # that carry the documents, to layers of the interface
+        self.taken_before = ledger.taken() if documents is not None else 0
         self.ran: dict[nn.Module, tuple[int, int]] = {}  # attention modules that ran -> (taken, calls) before they did
 
 

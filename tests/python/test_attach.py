@@ -10,11 +10,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
 import packed_sdpa
 from hf_models import ARCHITECTURES, LENGTHS, difference, each_alone, gradients, packed_batch, worst
+from packed_sdpa.packed import attach_cp1_packed_varlen_hooks
 
 EXACT = 1e-12
 
@@ -490,6 +492,64 @@ def test_recompute_reads_its_own_forward(llama, batch, reentrant, order):
             thread.join()
     for index in (0, 1):
         assert worst(got[index], expected[index]) < EXACT * 100
+
+
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("after", ["other documents", "nothing", "disabled"])
+def test_a_whole_forward_that_is_recomputed_after_another_arming(llama, batch, route, reentrant, after):
+    """Armed documents are no argument of the forward: it finds those under which it ran, or raises."""
+    embeddings = llama.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+
+    def forward(x, lengths=LENGTHS):
+        positions = packed_batch(lengths)["position_ids"]
+        return llama(inputs_embeds=x, position_ids=positions, use_cache=False).logits
+
+    parts = [forward(part, (part.shape[1],)) for part in embeddings.split(list(LENGTHS), 1)]
+    expected = gradients(llama, torch.cat(parts, 1))
+    with packed_sdpa.attach(llama, route=route, documents=None) as handle:
+        packed_sdpa.arm(doc_ids())
+        logits = checkpoint(forward, embeddings, use_reentrant=reentrant)
+        packed_sdpa.disarm()
+        if after == "other documents":
+            packed_sdpa.arm(doc_ids((9, 16)))
+            forward(embeddings, (9, 16))
+        handle.enabled = after != "disabled"
+        try:
+            if after == "disabled":
+                with pytest.raises(RuntimeError, match=r"found other documents .* its handle switched on or off"):
+                    gradients(llama, logits)
+            else:
+                assert worst(gradients(llama, logits), expected) < EXACT * 100
+        finally:
+            packed_sdpa.disarm()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_detached_before_a_recompute_is_refused(llama, batch, reentrant):
+    llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with packed_sdpa.attach(llama):
+        loss = llama(**batch).logits.sum()
+    with pytest.raises(RuntimeError, match=r"the model was detached before; detach after backward"):
+        loss.backward()
+
+
+def test_a_model_with_the_config_of_an_attached_one(llama, batch):
+    """It has our name in its config, but is not attached: what is armed is not meant for it, unless it is hooked."""
+    other = type(llama)(llama.config).double()
+    tokens = {"input_ids": batch["input_ids"]}
+    stock = other(**tokens).logits
+    alone = each_alone(other, batch)
+    with packed_sdpa.attach(llama, documents=None):
+        assert torch.equal(other(**tokens).logits, stock)
+        packed_sdpa.arm(doc_ids())
+        try:
+            assert torch.equal(other(**tokens).logits, stock)
+            assert torch.equal(copy.deepcopy(other)(**tokens).logits, stock)
+            attach_cp1_packed_varlen_hooks(other)
+            assert difference(other(**tokens).logits, alone) < 1e-6  # positions go on, in float32
+        finally:
+            packed_sdpa.disarm()
 
 
 # ---- bad input

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import packed_models
 import packed_sdpa
 from packed_sdpa import armed, mask_audit
 from packed_sdpa.armed import ArmedDocuments
@@ -277,6 +279,127 @@ def test_documents_die_with_their_graph(route, use_reentrant):
             assert len(set(armed._alive) - before) == (len(losses) if needed else 0)
 
 
+def small(kind):
+    """(model, x, its documents, gradients of the sum of squares by the dense mask)"""
+    model = packed_models.Model(kind)
+    ids = torch.tensor([[1, 1, 1, 2, 2, 3, 3, 3]])
+    x = torch.randn(1, 8, 16, dtype=torch.float64)
+    model.reference(x, ids).square().sum().backward()
+    expected = model.gradients()
+    model.zero_grad()
+    return model, x, ids, expected
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", packed_models.ALL_KINDS)
+def test_detached_between_a_forward_and_its_backward(kind, again):
+    """The recompute is packed as its forward was; every other forward is stock, and in the end nothing is left."""
+    model, x, ids, expected = small(kind)
+    plain = model(x).detach()
+    with packed_sdpa.attach(model, documents=lambda x: ids):
+        loss = model(x).square().sum()
+    with torch.no_grad():
+        assert torch.equal(model(x), plain)
+    assert F.scaled_dot_product_attention is STOCK
+    handle = packed_sdpa.attach(model, documents=lambda x: torch.ones(1, 8, dtype=torch.int64)) if again else None
+    if again:
+        assert close([model(x)], [plain])
+    loss.backward()
+    packed_models.assert_gradients(model.gradients(), expected, kind)
+    del loss
+    gc.collect()
+    if again:
+        handle.detach()
+    attention = model.plain_layers[0].self_attn
+    assert type(attention) is packed_models.SelfAttention and not attention._forward_hooks
+    assert set(vars(attention)) == set(vars(packed_models.SelfAttention()))
+
+
+@pytest.mark.parametrize("armed_by_hand", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_detached_before_a_whole_forward_is_recomputed(use_reentrant, armed_by_hand):
+    """Nothing finds its documents any more in the recompute: what was armed is known, else it is right or raises."""
+    model, x, ids, expected = small("none")
+    with packed_sdpa.attach(model, documents=None if armed_by_hand else lambda x: ids):
+        if armed_by_hand:
+            packed_sdpa.arm(ids)
+        loss = checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant).square().sum()
+        packed_sdpa.disarm()
+    if use_reentrant and not armed_by_hand:
+        with pytest.raises(RuntimeError, match=r"layers.0.self_attn is recomputed .*after the model was detached"):
+            loss.backward()
+    else:
+        loss.backward()
+        packed_models.assert_gradients(model.gradients(), expected, "whole forward")
+
+
+def test_detach_without_a_graph_leaves_nothing():
+    model, x, ids, _ = small("none")
+    with packed_sdpa.attach(model, documents=lambda x: ids), torch.no_grad():
+        model(x)
+    assert type(model.plain_layers[0].self_attn) is packed_models.SelfAttention
+
+
+class Streaming(packed_models.Model):
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.plain_layers:
+            x = layer(x)
+            yield x
+
+
+class InThreads(packed_models.Model):
+    """Runs the layers from ``first`` on in a thread of their own."""
+
+    first = 0
+
+    def forward(self, x):
+        x = self.embed(x)
+        for index, layer in enumerate(self.plain_layers):
+            if index >= self.first:
+                with ThreadPoolExecutor(1) as pool:
+                    x = pool.submit(layer, x).result()
+            else:
+                x = layer(x)
+        return x
+
+
+def test_a_forward_that_runs_its_layers_later_is_not_silent():
+    _, x, ids, _ = small("none")
+    model = Streaming()
+    expected = model.reference(x, ids)
+    with packed_sdpa.attach(model, documents=lambda x: ids):
+        with pytest.warns(UserWarning, match=r"every attention module of Streaming .*none had run when the forward"):
+            list(model(x))
+        packed_sdpa.arm(ids)
+        assert close(list(model(x))[-1:], [expected])  # what the message says
+        packed_sdpa.disarm()
+    with packed_sdpa.attach(model, documents=lambda x: ids, strict=True), pytest.raises(packed_sdpa.NotTakenError):
+        list(model(x))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_layers_in_threads_of_their_own_are_not_silent(first):
+    _, x, ids, _ = small("none")
+    model = InThreads()
+    model.first = first
+    expected = model.reference(x, ids)
+    with packed_sdpa.attach(model, documents=lambda x: ids):
+        with pytest.warns(UserWarning, match=rf"layers.{first}.self_attn .*runs in a thread that began no forward"):
+            model(x)
+        packed_sdpa.arm(ids)
+        assert close([model(x)], [expected])
+        packed_sdpa.disarm()
+    with (
+        packed_sdpa.attach(model, documents=lambda x: ids, strict=True),
+        pytest.raises(
+            packed_sdpa.NotTakenError, match=rf"layers.{first}.self_attn .*in a thread that began no forward"
+        ),
+    ):
+        model(x)
+    assert F.scaled_dot_product_attention is STOCK
+
+
 class MultiheadDecoder(nn.Module):
     def __init__(self, need_weights):
         super().__init__()
@@ -426,6 +549,26 @@ def test_prefix_masks_of_a_transformers_model(route, dtype):
         assert close([model(**arguments, attention_mask=causal).logits], [expected])
         with pytest.raises(packed_sdpa.MaskNotHonouredError, match=r"mask.* lets row 0 see row 1 of the same document"):
             model(**arguments, attention_mask=prefix)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_every_layer_shows_its_own_mask(bad, shared):
+    """A mask that one layer shows first is looked at whole, whatever the layers before it have shown."""
+    lengths = (700, 324)
+    model = Decoder(layers=3).double()
+    causal = prefix_mask(lengths, 1)
+    odd = causal.clone()
+    odd[441, 442] = True  # one pair of 500,000
+    for index, layer in enumerate(model.layers):
+        layer.self_attn.__class__ = PrefixAttention
+        layer.self_attn.mask = causal if shared else causal.clone()
+        if index == bad:
+            layer.self_attn.mask = odd
+    tokens, positions = batch(lengths)
+    refused = r"attn_mask: the model's mask lets row 441 see row 442 of the same document \(batch row 0\)"
+    with packed_sdpa.attach(model), pytest.raises(packed_sdpa.MaskNotHonouredError, match=refused):
+        model(tokens, positions)
 
 
 def test_masks_of_another_size():

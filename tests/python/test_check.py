@@ -30,6 +30,15 @@ def test_attached_model_is_isolated(model):
     assert model.training and before == {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def test_equal_ids_of_any_size_in_other_rows_are_other_documents(model):
+    rows = packed_batch(rows=3)["input_ids"]
+    ids = torch.full_like(rows, 2**63 - 1)
+    ids[:, 5:] = 5
+    with packed_sdpa.attach(model):
+        result = packed_sdpa.check_isolation(model, {"input_ids": rows, "doc_ids": ids})
+    assert result.ok and result.documents == 6
+
+
 def test_stock_model_leaks_and_says_where(model):
     result = packed_sdpa.check_isolation(model, packed_batch())  # use_cache makes Transformers forget the packing
     assert not result.ok and [row.ok for row in result.rows] == [False, False, False]

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+import packed_sdpa
 from packed_sdpa import PackedLayout
 from packed_sdpa.documents import check_agreement, find_documents, from_doc_ids
 
@@ -222,3 +223,36 @@ def test_documents_told_in_floats_are_refused_not_overlooked(dtype):
         find_documents({"input_ids": TOKENS, "attention_mask": SOURCES["attention_mask"].to(dtype)})
     with pytest.raises(TypeError, match="position_ids restart, so they tell documents, but have dtype"):
         find_documents({"input_ids": TOKENS, "position_ids": SOURCES["position_ids"].to(dtype)})
+
+
+@pytest.mark.parametrize("name", [*SOURCES, "three axes", "told", "layout"])
+def test_host_tensors_stay_on_the_host_under_another_default_device(name):
+    """torch.set_default_device: what is made here is of the host, also in chunks. meta: any use of it would be seen."""
+    value = {"three axes": SOURCES["position_ids"].expand(3, 1, 8), "told": SOURCES["doc_ids"]}.get(name)
+    told = PackedLayout.from_seqlens([3, 2, 3]) if name == "layout" else value if name == "told" else None
+    argument = {"three axes": "position_ids"}.get(name, name)
+    arguments = {} if told is not None else {argument: SOURCES.get(name, value)}
+    with torch.device("meta"):
+        found = find_documents({"input_ids": TOKENS, **arguments}, told)
+        chunks = found.in_chunks(2)
+    assert partition(found) == WANT
+    assert partition(chunks) == [[1, 1, 2, 3, 3, 4, 4, 5]]
+
+
+def test_layouts_and_packed_rows_under_another_default_device():
+    with torch.device("meta"):
+        layout = PackedLayout.from_seqlens([3, 2], total=6)
+        packed = packed_sdpa.pack([[5, 6, 7], torch.tensor([8, 9], device="cpu")], 6)
+    assert (
+        layout.materialize_mask()[0].tolist()
+        == PackedLayout.from_doc_ids(ids(1, 1, 1, 2, 2, 0)).materialize_mask()[0].tolist()
+    )
+    assert packed.doc_ids.tolist() == [[1, 1, 1, 2, 2, 0]] and packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 0]]
+
+
+def test_a_mask_of_one_row_is_every_rows():
+    arguments = {"input_ids": TOKENS.expand(2, 8), "attention_mask": ids(0, 1, 1, 1, 1, 1, 1, 0)}
+    found = find_documents({**arguments, "doc_ids": SOURCES["doc_ids"].expand(2, 8)})
+    assert partition(found) == [[0, 1, 1, 2, 2, 3, 3, 0]] * 2
+    found = find_documents({**arguments, "position_ids": ids(9, 0, 1, 0, 1, 2, 3, 9)})
+    assert partition(found) == [[0, 1, 1, 2, 2, 2, 2, 0]] * 2

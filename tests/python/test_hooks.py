@@ -7,6 +7,7 @@ import _thread
 import copy
 import functools
 import io
+import os
 import pickle
 import random
 import signal
@@ -21,9 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from packed_models import STOCK, Model, dense_mask, one_torch_thread, plain_attention  # noqa: F401
+import packed_sdpa
+from packed_models import STOCK, Model, SelfAttention, dense_mask, one_torch_thread, plain_attention  # noqa: F401
 from packed_sdpa import _torch_private, interception, packed
 from packed_sdpa.hooks import hook_attention, hooks_of
 from packed_sdpa.packed import (
@@ -751,3 +754,69 @@ def test_model_of_the_recompute_tests_is_hooked_by_name():
     attach_cp1_packed_varlen_hooks(model)
     names = [hook.record.name for module in model.modules() for hook in hooks_of(module)]
     assert names == ["layers.0.self_attn", "layers.1.self_attn"]
+
+
+class CopiesItself(SelfAttention):
+    def __deepcopy__(self, memo):
+        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+
+class Scaled(nn.Module):
+    def forward(self, weight):
+        return 1.5 * weight
+
+
+@pytest.mark.parametrize("api", ["seed", "attach"])
+@pytest.mark.parametrize("way", ["own __deepcopy__", "parametrized, then hooked", "hooked, then parametrized"])
+def test_copies_that_a_class_makes_by_itself_are_not_hooked(way, api):
+    model = Holder(SelfAttention())
+    model.self_attn.extra = nn.Parameter(torch.ones(2))
+    if way == "own __deepcopy__":
+        model.self_attn.__class__ = CopiesItself
+    if way == "parametrized, then hooked":
+        parametrize.register_parametrization(model.self_attn, "extra", Scaled())
+    if api == "seed":
+        attach_cp1_packed_varlen_hooks(model)
+    else:
+        packed_sdpa.attach(model, documents=None)
+    if way == "hooked, then parametrized":
+        parametrize.register_parametrization(model.self_attn, "extra", Scaled())
+    x = torch.randn(1, ROWS, 16, dtype=torch.float64)
+    twin = copy.deepcopy(copy.deepcopy(model))
+    plain = twin(x)
+    enable_cp1_packed_varlen(IDS, "flash")
+    assert not torch.equal(model(x), plain)
+    assert torch.equal(twin(x), plain) and not hooks_of(twin.self_attn)
+    attach_cp1_packed_varlen_hooks(twin)  # it can be hooked for itself
+    assert torch.equal(twin(x), model(x))
+
+
+def test_a_child_that_is_forked_while_another_thread_is_inside():
+    """Of the threads only the one that forks goes on in the child: nothing of the others' forwards is left there."""
+    model = hooked(SelfAttention())
+    entered, go = threading.Event(), threading.Event()
+
+    def wait(*_):
+        entered.set()
+        go.wait(60)
+
+    handle = model.self_attn.qkv.register_forward_pre_hook(wait)
+    x = torch.randn(1, ROWS, 16, dtype=torch.float64)
+    thread = threading.Thread(target=model, args=(x,))
+    thread.start()
+    assert entered.wait(60)
+    assert F.scaled_dot_product_attention is _packed_varlen_sdpa
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        child = os.fork()
+    if child == 0:
+        faults = len(left_behind())
+        handle.remove()
+        model(x)
+        os._exit(faults + len(left_behind()))
+    assert os.waitpid(child, 0)[1] == 0
+    go.set()
+    thread.join()
+    handle.remove()

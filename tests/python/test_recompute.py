@@ -13,7 +13,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from packed_models import ALL_KINDS, Model, OwnCheckpoint, assert_gradients, one_torch_thread  # noqa: F401
+from packed_models import (  # noqa: F401
+    ALL_KINDS,
+    Model,
+    OwnCheckpoint,
+    assert_gradients,
+    dense_mask,
+    one_torch_thread,
+)
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments
 from packed_sdpa.hooks import (
@@ -594,6 +601,80 @@ def test_nothing_is_kept_alive_by_a_forward_that_was_recomputed_as_a_whole(use_r
     assert len(seen.numbers) == 2
     del loss
     assert seen.alive == (0, 0)
+
+
+class OwnTanh(torch.autograd.Function):
+    """An activation written in Python, as those of kernel libraries are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = x.tanh()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (out,) = ctx.saved_tensors
+        return grad * (1 - out * out)
+
+
+def made_again(function, x):
+    """The activation's output is dropped, and made again when its backward asks for it, by a node of Python's."""
+    held = x.detach()
+
+    def unpack(_):
+        with torch.no_grad():
+            return function(held).tanh()
+
+    out = function(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack):
+        return OwnTanh.apply(out)
+
+
+@pytest.mark.parametrize("later", [0, 1, 4])
+def test_a_python_function_whose_saved_tensor_is_made_again(later):
+    """Its node is the last of the region, not the first: right with one arming, else it raises, never a later one's."""
+    model = hooked("none")
+    x = batch(1)
+
+    def forward(run):
+        y = model.embed(x)
+        for layer in model.plain_layers:
+            y = run(layer, y)
+        return y.square().sum()
+
+    mask = dense_mask(SPLITS[0], ROWS)
+    forward(lambda layer, y: layer(y, mask).tanh()).backward()
+    expected = model.gradients()
+    model.zero_grad()
+    arm(SPLITS[0])
+    loss = forward(made_again)
+    arm(SPLITS[later])
+    model(batch(2))
+    if later == 0:
+        loss.backward()
+        assert_gradients(model.gradients(), expected, "made again")
+    else:
+        with pytest.raises(RuntimeError, match=r"before the region that is recomputed, or at its end.*Arm \(or call"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("first", SPLITS[:2] + SPLITS[4:])
+@pytest.mark.parametrize("kind", ["none", "reentrant", "nested_rr", "own_function"])
+def test_a_reentrant_region_that_arms_by_itself(kind, first):
+    """Its node comes before its own arming, behind a forward under other documents."""
+    model = hooked(kind)
+    forwards = [(batch(1), SPLITS[2]), (batch(2), SPLITS[3])]
+    expected = expected_gradients(model, forwards)
+    losses = []
+    for x, doc_ids in forwards:
+        run_forward(model, batch(3), first)
+        x = x.requires_grad_()
+        region = functools.partial(run_forward, model, doc_ids=doc_ids)
+        losses.append(checkpoint(region, x, use_reentrant=True))
+    for loss in losses:
+        loss.backward()
+    assert_gradients(model.gradients(), expected, kind)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
