@@ -1,6 +1,7 @@
 // The gradient of varlen_attention_forward. Documents travel in the node, so backward never asks any global
 // state.
 #include <ATen/ATen.h>
+#include <ATen/SequenceNumber.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -104,7 +105,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward_autograd(
     int64_t window_right, double scale, double dropout_p, std::string_view backend) {
   only_reverse_mode("varlen_attention", {query, key, value});
   if (!at::GradMode::is_enabled() ||
-      !(query.requires_grad() || key.requires_grad() || value.requires_grad())) {  // no graph: no node
+      !(query.requires_grad() || key.requires_grad() || value.requires_grad())) {
+    // No graph, so no node; but calls of regions without a graph (reentrant checkpoints) must stay apart in
+    // the timeline, so this one takes a number as a node does.
+    at::sequence_number::get_and_increment();
     const at::AutoDispatchBelowADInplaceOrView guard;
     return ops::varlen_attention_forward(
         query, key, value,

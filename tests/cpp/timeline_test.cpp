@@ -246,6 +246,30 @@ TEST(Timeline, RaisesWhereItCannotTell) {
       });
 }
 
+// A node that may stand before its region or at its end: the calls on both sides must agree.
+TEST(Timeline, ANodeBeforeOrBehindItsRegion) {
+  const auto read = [](bool call_before, bool same_after) {
+    Process process;
+    process.arm(value(1));
+    if (call_before) process.call();
+    const NodePlace node = process.clock.make_node();
+    if (!same_after) process.arm(value(2));
+    process.call();
+    Moment now = process.clock.backward(1, node, process.task);
+    now.node_precedes_region = true;
+    return number_of(process.timeline.resolve(now, {}, {}));
+  };
+  EXPECT_EQ(read(true, true), 1);
+  EXPECT_EQ(read(false, true), 1);
+  for (const bool call_before : {true, false}) {
+    expect_error(
+        "cannot tell whether autograd node 0 of thread 1 was made before the region that is recomputed, or "
+        "at "
+        "its end, and other documents were armed between them.",
+        [&] { read(call_before, false); });
+  }
+}
+
 TEST(Timeline, DocumentsOfOneForwardThatDiffer) {
   Process process;
   const TimelinePtr a = value(1);
@@ -269,7 +293,7 @@ TEST(Timeline, DocumentsOfOneForwardThatDiffer) {
   other.timeline.enter_scope(recompute, 7, b);
   expect_error(
       "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
-      "overwritten?",
+      "overwritten, or its handle switched on or off?",
       [&] {
         other.timeline.resolve(recompute, {{7}, {}}, {});
       });

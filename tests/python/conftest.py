@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import sys
@@ -19,3 +20,12 @@ def _own_random_state():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collects_only_its_own_garbage():
+    """What was there before a module's tests need not be looked at by each gc.collect() of theirs (seconds)."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
