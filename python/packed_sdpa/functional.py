@@ -309,12 +309,13 @@ def _check_layout(query: Tensor, key: Tensor, layout: PackedLayout | GraphLayout
         raise TypeError(
             f"layout must be a PackedLayout, got {type(layout).__name__}; make one with PackedLayout.from_doc_ids(ids)"
         )
-    if query.dim() != 4 or key.dim() != 4:
+    query_shape, key_shape = query.shape, key.shape
+    if len(query_shape) != 4 or len(key_shape) != 4:
         raise ValueError(
-            f"query and key must be 4-D [B, H, S, D], got shapes {list(query.shape)} and {list(key.shape)}"
+            f"query and key must be 4-D [B, H, S, D], got shapes {list(query_shape)} and {list(key_shape)}"
         )
-    if (layout.batch, layout.rows_q, layout.rows_k) != (query.shape[0], query.shape[2], key.shape[2]):
+    if (layout.batch, layout.rows_q, layout.rows_k) != (query_shape[0], query_shape[2], key_shape[2]):
         raise ValueError(
             f"layout is for B {layout.batch}, {layout.rows_q} query rows and {layout.rows_k} key rows, got query "
-            f"{list(query.shape)} and key {list(key.shape)}; make the layout from this batch's doc_ids"
+            f"{list(query_shape)} and key {list(key_shape)}; make the layout from this batch's doc_ids"
         )

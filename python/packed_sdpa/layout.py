@@ -141,7 +141,8 @@ class PackedLayout:
 
         Padding between documents may then be told as documents without queries or keys, which saves a gather.
         """
-        device = torch.device(device)
+        if not isinstance(device, torch.device):
+            device = torch.device(device)
         if device.type == "cpu":
             return self._host
         copies: dict[torch.device, LayoutTensors] = self._copies
