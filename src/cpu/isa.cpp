@@ -88,10 +88,19 @@ std::vector<CpuIsa> detect() {
   return isas;
 }
 
+bool made_by_intel() {
+  const CpuidLeaf vendor = cpuid(0, 0);  // "Genu" "ineI" "ntel"
+  return vendor.ebx == 0x756e6547 && vendor.edx == 0x49656e69 && vendor.ecx == 0x6c65746e;
+}
+
 #else
 
 std::vector<CpuIsa> detect() {
   return {CpuIsa::kScalar};
+}
+
+bool made_by_intel() {
+  return false;
 }
 
 #endif
@@ -111,7 +120,7 @@ CpuIsa parse_isa(std::string_view name, const char* source) {
 // The one place that reads PACKED_SDPA_CPU_ISA: once, at the first question.
 CpuIsa initial_isa() {
   const char* name = std::getenv("PACKED_SDPA_CPU_ISA");
-  if (name == nullptr || *name == '\0') return available_cpu_isas().back();
+  if (name == nullptr || *name == '\0') return preferred_isa(available_cpu_isas(), made_by_intel());
   return parse_isa(name, "PACKED_SDPA_CPU_ISA");
 }
 
@@ -122,6 +131,12 @@ std::atomic<int> current_isa{kUnset};
 
 std::string_view isa_name(CpuIsa isa) {
   return kIsaNames[static_cast<int>(isa)];
+}
+
+CpuIsa preferred_isa(const std::vector<CpuIsa>& isas, bool is_intel) {
+  // Sapphire Rapids runs bfloat16 1.5 times as fast on float tiles as with VDPBF16PS (docs/cpu-kernels.md).
+  if (isas.back() == CpuIsa::kAvx512Bf16 && is_intel) return CpuIsa::kAvx512;
+  return isas.back();
 }
 
 const std::vector<CpuIsa>& available_cpu_isas() {

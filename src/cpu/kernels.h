@@ -14,8 +14,10 @@ enum class CpuIsa { kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 std::string_view isa_name(CpuIsa isa);
 // Sets that this processor and its operating system run; AMX only if the OS granted its tile registers.
 const std::vector<CpuIsa>& available_cpu_isas();
-// The set in use: the best available one, or PACKED_SDPA_CPU_ISA, or the last set_cpu_isa. An unknown or
-// unavailable name throws std::invalid_argument that lists the names that are available.
+// The fastest of these: the last, but for AVX512_BF16 on processors that run it slowly.
+CpuIsa preferred_isa(const std::vector<CpuIsa>& isas, bool is_intel);
+// The set in use: the preferred one of those available, or PACKED_SDPA_CPU_ISA, or the last set_cpu_isa. An
+// unknown or unavailable name throws std::invalid_argument that lists the names that are available.
 CpuIsa cpu_isa();
 void set_cpu_isa(std::string_view name);
 

@@ -18,6 +18,18 @@ TEST(CpuIsaTest, ScalarIsAlwaysThereAndListIsAscending) {
   }
 }
 
+TEST(CpuIsaTest, Avx512Bf16IsPreferredWhereItIsFast) {
+  const std::vector<CpuIsa> all = {CpuIsa::kScalar, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16,
+                                   CpuIsa::kAmx};
+  for (const bool is_intel : {false, true}) {
+    for (size_t count = 1; count <= all.size(); ++count) {
+      const std::vector<CpuIsa> isas(all.begin(), all.begin() + static_cast<int64_t>(count));
+      const bool is_slow = is_intel && isas.back() == CpuIsa::kAvx512Bf16;
+      EXPECT_EQ(preferred_isa(isas, is_intel), is_slow ? CpuIsa::kAvx512 : isas.back());
+    }
+  }
+}
+
 TEST(CpuIsaTest, SetTakesEveryAvailableName) {
   for (const std::string& name : isa_names()) {
     set_cpu_isa(name);
