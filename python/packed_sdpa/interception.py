@@ -105,6 +105,7 @@ def called_as_sdpa(caller: FrameType) -> bool:
     """
     with _lock:
         by_hand = F.scaled_dot_product_attention is _packed and not _is_swapped
+        others = [thread for thread in _visitors if thread is not threading.current_thread()]
     if by_hand or not _has_swapped:
         return False
     called = names_at_call(caller)
@@ -114,11 +115,7 @@ def called_as_sdpa(caller: FrameType) -> bool:
     known = {*code.co_names, *code.co_freevars, *code.co_varnames}
     if _PACKED in known:
         return False
-    return bool(_inside) or (_SDPA in known and any(thread.is_alive() for thread in _other_visitors()))
-
-
-def _other_visitors() -> list[threading.Thread]:
-    return [thread for thread in list(_visitors) if thread is not threading.current_thread()]
+    return bool(_inside) or (_SDPA in known and any(thread.is_alive() for thread in others))
 
 
 def height() -> int:
