@@ -10,8 +10,9 @@ import copyreg
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import nn
 
 from packed_sdpa import _torch_private
@@ -37,6 +38,16 @@ class _Arounds(tuple):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Arounds:
         return _Arounds()
+
+
+def refuse_scripted(modules: Iterable[nn.Module]) -> None:
+    """Raises TypeError for what TorchScript runs by itself: no forward of Python's is there to be guarded."""
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"model has a scripted module ({getattr(module, 'original_name', type(module).__name__)}), whose "
+                "attention calls cannot be replaced; give the model that it was scripted from"
+            )
 
 
 def add_around(module: nn.Module, around: Around) -> None:
@@ -113,10 +124,17 @@ def _guarded_class(plain: type) -> type:
                 copied.__class__ = plain
         return copied
 
+    def refuse_to_be_scripted(self: nn.Module) -> NoReturn:
+        raise TypeError(
+            f"{plain.__name__} is attached or hooked by packed_sdpa, which TorchScript cannot compile; script "
+            "copy.deepcopy(model), which comes out without hooks, or detach first"
+        )
+
     namespace: dict[str, Any] = {
         "__call__": guarded_call,
         "forward": guarded_forward,
         "__reduce_ex__": reduce_as_plain,
+        "__prepare_scriptable__": refuse_to_be_scripted,  # torch.jit.script asks it first
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,

@@ -466,6 +466,8 @@ def is_hf_model(module: nn.Module) -> bool:
 
 def uses_interface(module: nn.Module) -> bool:
     """Whether the module's own forward calls the attention function of Transformers' interface."""
+    if isinstance(module, torch.jit.ScriptModule):  # no forward of Python's
+        return False
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names

@@ -325,6 +325,7 @@ def modules_ending_with(model: nn.Module, suffix: str) -> dict[str, nn.Module]:
 def hook_self_attention(model: nn.Module) -> int:
     """Hooks every module whose name ends with ``self_attn``, once; returns how many there are. Warns without one."""
     modules = modules_ending_with(model, "self_attn")
+    guard.refuse_scripted(modules.values())
     for name, module in modules.items():
         if not any(hook.attachment is None for hook in hooks_of(module)):
             hook_attention(module, ModuleRecord(name))

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from packed_sdpa import hf
+from packed_sdpa import guard, hf
 
 _ATTENTION_LIKE = re.compile(r"attn|attention|mixer|mha", re.IGNORECASE)
 _STATE_SPACE = re.compile(
@@ -59,6 +59,7 @@ def survey(model: nn.Module, route: str, matches: Callable[[str, nn.Module], boo
         ]
     if not found.interface and not found.hooks:
         raise ValueError(_nothing_found(model, modules, interface, route, matches is not None))
+    guard.refuse_scripted(module for _, module in (*found.interface, *found.hooks))
     for name, module in found.interface:
         for owner in owners[name]:
             if not hf.supports_sdpa(owner):
@@ -73,6 +74,7 @@ def survey(model: nn.Module, route: str, matches: Callable[[str, nn.Module], boo
             if part.config not in _Identity(found.configs):
                 found.configs.append(part.config)
     found.outer = _outer_forwards(modules, [name for name, _ in (*found.interface, *found.hooks)])
+    guard.refuse_scripted(found.outer)
     found.encoder_decoder = next((type(m).__name__ for m in found.outer if hf.is_encoder_decoder(m)), "")
     return found
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import packed_models
 import packed_sdpa
-from packed_sdpa import armed, mask_audit
+from packed_sdpa import armed, guard, mask_audit, packed
 from packed_sdpa.armed import ArmedDocuments
 
 STOCK = F.scaled_dot_product_attention
@@ -62,6 +62,47 @@ class Decoder(nn.Module):
             else:
                 x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
         return x
+
+
+class Scriptable(nn.Module):
+    """As little as attach hooks, in words that TorchScript knows."""
+
+    class SelfAttention(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn = Scriptable.SelfAttention()
+
+    def forward(self, x):
+        return self.self_attn(x)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_scripted_attention_is_refused_by_name(whole):
+    model = torch.jit.script(Scriptable())
+    if not whole:
+        inner, model = model, Scriptable()
+        model.add_module("part", inner)
+    for hook in (packed_sdpa.attach, packed.attach_cp1_packed_varlen_hooks):
+        with pytest.raises(
+            TypeError, match=r"scripted module \((SelfAttention|Scriptable)\).*that it was scripted from"
+        ):
+            hook(model)
+    if not whole:
+        assert not guard.arounds_of(model) and not guard.arounds_of(model.self_attn)
+
+
+def test_an_attached_model_is_not_scripted_but_its_copy_is():
+    x = torch.randn(1, 2, 4, 8)
+    for attach in (packed_sdpa.attach, packed.attach_cp1_packed_varlen_hooks):
+        model = Scriptable()
+        attach(model)
+        with pytest.raises(TypeError, match=r"attached or hooked by packed_sdpa.*script copy\.deepcopy\(model\)"):
+            torch.jit.script(model)
+        scripted = torch.jit.script(copy.deepcopy(model))
+        torch.testing.assert_close(scripted(x), F.scaled_dot_product_attention(x, x, x))
 
 
 @pytest.fixture
