@@ -41,13 +41,38 @@ void TiledCall::dropout_factors(const Document& document, int64_t head, int64_t 
   }
 }
 
+SumBuffers::Buffer SumBuffers::take(size_t floats) {
+  Buffer buffer;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    const auto smaller = [](const Buffer& a, const Buffer& b) { return a.floats < b.floats; };
+    const auto largest = std::max_element(free_.begin(), free_.end(), smaller);
+    if (largest != free_.end()) {  // one that is too small makes room for a new one
+      buffer = std::move(*largest);
+      free_.erase(largest);
+    }
+  }
+  if (buffer.floats < floats) {
+    buffer.data.reset();
+    buffer = {std::unique_ptr<float[]>(new float[floats]), floats};
+  }
+  return buffer;
+}
+
+void SumBuffers::give_back(Buffer buffer) {
+  if (buffer.data == nullptr) return;
+  const std::lock_guard<std::mutex> guard(mutex_);
+  free_.push_back(std::move(buffer));
+}
+
 GradQuerySum::GradQuerySum(const Document& document, int64_t block_keys, int64_t queries_per_tile,
-                           int64_t tile_floats, const std::atomic<bool>& abandoned)
+                           int64_t tile_floats, SumBuffers& buffers, const std::atomic<bool>& abandoned)
     : document_(document),
       block_keys_(block_keys),
       queries_per_tile_(queries_per_tile),
       tile_floats_(tile_floats),
       num_tiles_((document.num_queries + queries_per_tile - 1) / queries_per_tile),
+      buffers_(buffers),
       abandoned_(abandoned),
       turns_(new std::atomic<int32_t>[static_cast<size_t>(num_tiles_)]),
       blocks_left_((document.num_keys + block_keys - 1) / block_keys) {
@@ -87,15 +112,15 @@ float* GradQuerySum::sums(int64_t tile) {
   float* base = sums_.load(std::memory_order_acquire);
   if (base == nullptr) {
     const std::lock_guard<std::mutex> lock(sums_mutex_);
-    if (storage_ == nullptr) storage_.reset(new float[static_cast<size_t>(num_tiles_ * tile_floats_)]);
-    base = storage_.get();
+    if (buffer_.data == nullptr) buffer_ = buffers_.take(static_cast<size_t>(num_tiles_ * tile_floats_));
+    base = buffer_.data.get();
     sums_.store(base, std::memory_order_release);
   }
   return base + tile * tile_floats_;
 }
 
 void GradQuerySum::finish_block() {
-  if (blocks_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) storage_.reset();
+  if (blocks_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) buffers_.give_back(std::move(buffer_));
 }
 
 TiledBackward::TiledBackward(const BackwardParams& params_in, int64_t keys_per_item, int64_t rows_per_tile,
@@ -111,8 +136,8 @@ TiledBackward::TiledBackward(const BackwardParams& params_in, int64_t keys_per_i
     if (documents[d].num_keys <= block_size) continue;
     first_sum_[d] = static_cast<int32_t>(sums_.size());
     for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
-      sums_.push_back(
-          std::make_unique<GradQuerySum>(documents[d], block_size, queries_per_tile, tile_floats, abandoned));
+      sums_.push_back(std::make_unique<GradQuerySum>(documents[d], block_size, queries_per_tile, tile_floats,
+                                                     buffers_, abandoned));
     }
   }
 }

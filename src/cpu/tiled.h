@@ -68,6 +68,22 @@ struct TiledForward : TiledCall {
   const ForwardParams& params;
 };
 
+// Buffers for the sums of a call, handed on by those that are done: fresh memory costs a fault a page, in the
+// first block of keys, whose turns all other blocks wait for.
+class SumBuffers {
+ public:
+  struct Buffer {
+    std::unique_ptr<float[]> data;
+    size_t floats = 0;
+  };
+  Buffer take(size_t floats);  // not initialized; at least as large
+  void give_back(Buffer buffer);
+
+ private:
+  std::mutex mutex_;
+  std::vector<Buffer> free_;
+};
+
 // dQ of one long document and key/value head, summed over key blocks in ascending order. Queries are cut into
 // tiles of queries_per_tile; tile t gets its terms from key blocks first_block(t) .. last_block(t), each of
 // which waits for its turn. Blocks run as items in ascending order too, so the block before is running or
@@ -76,7 +92,7 @@ class GradQuerySum {
  public:
   // abandoned: set when an item of the call failed, so that nobody waits for its turn for ever.
   GradQuerySum(const Document& document, int64_t block_keys, int64_t queries_per_tile, int64_t tile_floats,
-               const std::atomic<bool>& abandoned);
+               SumBuffers& buffers, const std::atomic<bool>& abandoned);
 
   int64_t num_tiles() const { return num_tiles_; }
   // The key blocks that tile sees: [first, last]; last < first when it sees none.
@@ -90,7 +106,7 @@ class GradQuerySum {
   void finish_turn(int64_t tile, int64_t block);
   // Sums of a tile, for types in which dQ itself cannot hold them; allocated when first asked for.
   float* sums(int64_t tile);
-  void finish_block();  // the last one frees the sums
+  void finish_block();  // the last one gives the sums' buffer back
 
  private:
   const Document& document_;
@@ -98,12 +114,13 @@ class GradQuerySum {
   int64_t queries_per_tile_;
   int64_t tile_floats_;
   int64_t num_tiles_;
+  SumBuffers& buffers_;
   const std::atomic<bool>& abandoned_;
   std::unique_ptr<std::atomic<int32_t>[]> turns_;  // blocks of this tile that are done
   std::atomic<int64_t> blocks_left_;
   std::mutex sums_mutex_;
   std::atomic<float*> sums_{nullptr};
-  std::unique_ptr<float[]> storage_;
+  SumBuffers::Buffer buffer_;
 };
 
 struct TiledBackward : TiledCall {
@@ -120,6 +137,7 @@ struct TiledBackward : TiledCall {
   }
 
  private:
+  SumBuffers buffers_;
   std::vector<int32_t> first_sum_;
   std::vector<std::unique_ptr<GradQuerySum>> sums_;
 };

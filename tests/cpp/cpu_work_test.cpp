@@ -163,13 +163,49 @@ TEST(DocumentsTest, QueriesOfAKeyAreThoseThatSeeIt) {
   }
 }
 
+TEST(SumBuffersTest, BuffersAreHandedOn) {
+  SumBuffers buffers;
+  SumBuffers::Buffer first = buffers.take(100);
+  SumBuffers::Buffer second = buffers.take(50);
+  ASSERT_NE(first.data.get(), second.data.get());
+  const float* memory = first.data.get();
+  buffers.give_back(std::move(second));
+  buffers.give_back(std::move(first));
+  SumBuffers::Buffer third = buffers.take(80);  // the largest of those that are free
+  EXPECT_EQ(third.data.get(), memory);
+  EXPECT_EQ(third.floats, 100U);
+  SumBuffers::Buffer fourth = buffers.take(60);  // none is large enough
+  EXPECT_EQ(fourth.floats, 60U);
+  buffers.give_back({});  // of a sum that never asked for one
+  EXPECT_EQ(buffers.take(1).floats, 1U);
+}
+
+// The sums of the heads of a long document share memory, and not at the same time.
+TEST(SumBuffersTest, HeadsFollowEachOtherInOneBuffer) {
+  SumBuffers buffers;
+  const std::atomic<bool> abandoned{false};
+  Document document;
+  document.num_queries = document.num_keys = 8;
+  document.window_right = 0;
+  GradQuerySum first(document, /*block_keys=*/4, /*queries_per_tile=*/4, /*tile_floats=*/16, buffers,
+                     abandoned);
+  GradQuerySum second(document, 4, 4, 16, buffers, abandoned);
+  float* memory = first.sums(0);
+  EXPECT_EQ(first.sums(1), memory + 16);
+  first.finish_block();
+  EXPECT_EQ(first.sums(0), memory);
+  first.finish_block();
+  EXPECT_EQ(second.sums(0), memory);
+}
+
 // A thread that fails takes no turn any more; the others must not wait for it.
 TEST(GradQuerySumTest, NobodyWaitsForAFailedThread) {
   Document document;
   document.num_queries = 8;
   document.num_keys = 8;
   std::atomic<bool> abandoned{false};
-  GradQuerySum sum(document, /*block_keys=*/4, /*queries_per_tile=*/8, /*tile_floats=*/0, abandoned);
+  SumBuffers buffers;
+  GradQuerySum sum(document, /*block_keys=*/4, /*queries_per_tile=*/8, /*tile_floats=*/0, buffers, abandoned);
   std::thread waiting([&] { EXPECT_THROW(sum.wait_turn(0, 1), std::runtime_error); });
   abandoned = true;
   waiting.join();
