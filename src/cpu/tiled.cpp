@@ -182,6 +182,23 @@ void run_guarded_item(void* context, int64_t item, Scratch& scratch) {
   }
 }
 
+// Rows of dQ that one item touches.
+constexpr int64_t kRowsTouched = 256;
+
+// Meets the page faults of a fresh dQ: writes a zero at the start of each row, which is written whole later.
+void touch_grad_query_item(void* context, int64_t item, Scratch& /*scratch*/) {
+  const BackwardParams& params = *static_cast<const BackwardParams*>(context);
+  const AttentionShape& shape = params.shape;
+  const StridedTensor& target = params.grad_query;
+  const int64_t end = std::min(shape.batch * shape.rows_q, (item + 1) * kRowsTouched);
+  for (int64_t flat = item * kRowsTouched; flat < end; ++flat) {
+    for (int64_t head = 0; head < shape.num_heads; ++head) {
+      static_cast<float*>(target.data)[flat / shape.rows_q * target.stride_batch + head * target.stride_head +
+                                       flat % shape.rows_q * target.stride_row] = 0.0f;
+    }
+  }
+}
+
 }  // namespace
 
 void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_t keys_per_item,
@@ -190,6 +207,11 @@ void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_
   const int64_t heads = params.shape.num_kv_heads;
   if (key_blocks_are_too_coarse(read_documents(params), heads, keys_per_item, executor.num_threads())) {
     keys_per_item = kKeysPerTerm;
+    if (!own_sums) {  // else the first block of keys meets them, and the turns of all others wait for it
+      const int64_t rows = params.shape.batch * params.shape.rows_q;
+      run_work_items(executor, (rows + kRowsTouched - 1) / kRowsTouched, 0, &touch_grad_query_item,
+                     const_cast<BackwardParams*>(&params));
+    }
   }
   TiledBackward call(params, keys_per_item, rows_per_tile, own_sums);
   GuardedBackward guarded{&call, run_item};
