@@ -148,16 +148,17 @@ def current_graph_task() -> int:
     return _graph_task()
 
 
+def in_backward() -> bool:
+    """This thread runs a backward: what runs in it is a recompute, or a fresh forward from a hook."""
+    return current_graph_task() != NO_GRAPH_TASK
+
+
 _SEES_RECOMPUTES = "sees a recompute outside of backward"
 _CHECKPOINT = "torch.utils.checkpoint"
 _RECOMPUTATION = "_recomputation_hook"
 _top_hooks, _ = _names(
     _SEES_RECOMPUTES, "torch._C._autograd._top_saved_tensors_default_hooks", f"{_CHECKPOINT}.{_RECOMPUTATION}"
 )
-
-
-def in_backward() -> bool:
-    return current_graph_task() != NO_GRAPH_TASK
 
 
 def in_recomputation_hook() -> bool:

@@ -84,7 +84,7 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
     module was hooked. In a recompute they are those of the forward that is repeated; RuntimeError when that cannot be
     told, or when a tracer would keep them.
     """
-    if _torch_private.in_recomputation_hook() and _torch_private.current_graph_task() == _torch_private.NO_GRAPH_TASK:
+    if _torch_private.in_recomputation_hook() and not _torch_private.in_backward():
         raise RuntimeError(
             "packed_sdpa: a checkpointed region is recomputed outside of a backward (a saved tensor was read), so the "
             "documents of its forward cannot be told; read it before, or leave that region out of the checkpoint"

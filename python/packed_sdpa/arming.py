@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from packed_sdpa.armed import ArmedDocuments
+from packed_sdpa.armed import UNSUPPORTED_TRACER, ArmedDocuments
 from packed_sdpa.documents import Documents
 from packed_sdpa.state import _PACKED_STATE
 
@@ -26,6 +26,16 @@ def arm(doc_ids: Tensor) -> None:
 def disarm() -> None:
     """Ends what :func:`arm` began; harmless when nothing is armed."""
     _PACKED_STATE.set(None)
+
+
+def refuse_documents_in_tracer(what: str, told: list[str], tracer: str) -> None:
+    """RuntimeError when a graph is recorded and something tells documents (``told``: its names), or some are armed."""
+    if documents_armed_by_hand() is not None:
+        told = [*told, ARMED_BY_HAND]
+    if told:
+        raise RuntimeError(
+            f"packed_sdpa: {what} may have documents ({', '.join(told)}) in {tracer}, {UNSUPPORTED_TRACER}"
+        )
 
 
 def documents_armed_by_hand() -> Documents | None:

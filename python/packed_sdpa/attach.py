@@ -19,14 +19,13 @@ from packed_sdpa._library import ops
 from packed_sdpa._torch_private import JIT_TRACE
 from packed_sdpa.armed import (
     UNSUPPORTED_JIT_TRACE,
-    UNSUPPORTED_TRACER,
     UNSUPPORTED_TRANSFORM,
     ArmedDocuments,
     documents_of_call,
     keep_documents,
     keep_for_functions,
 )
-from packed_sdpa.arming import ARMED_BY_HAND, documents_armed_by_hand
+from packed_sdpa.arming import ARMED_BY_HAND, documents_armed_by_hand, refuse_documents_in_tracer
 from packed_sdpa.documents import (
     FOREIGN_KEYWORDS,
     OWN_KEYWORDS,
@@ -254,19 +253,19 @@ class Attachment:
             told = self.documents(*args, **kwargs) if outermost else None
             if told is None:
                 return None
-        if _torch_private.in_backward():  # a recompute: its arguments are those of its forward, what is armed is not
-            documents = None if self.documents is None else find_documents(arguments, told)
-            armed = _documents_armed_here() if documents is None else None
-        else:
-            documents, armed = None, _documents_armed_here()
+        armed = None
         if self.documents is None:
-            documents = armed
+            documents = armed = _documents_armed_here()
+        elif _torch_private.in_backward():  # a recompute: its arguments are those of its forward, what is armed is not
+            documents = find_documents(arguments, told)
+            if documents is None:
+                documents = armed = _documents_armed_here()
         else:
-            backend = "auto" if armed is None else armed.backend
-            documents = find_documents(arguments, told, backend=backend)
-            if armed is not None and documents is None:
+            armed = _documents_armed_here()
+            documents = find_documents(arguments, told, backend="auto" if armed is None else armed.backend)
+            if documents is None:
                 documents = armed
-            elif armed is not None and documents is not None:
+            elif armed is not None:
                 check_agreement(documents, armed)
         if documents is not None:
             if self.found.encoder_decoder:
@@ -287,13 +286,7 @@ class Attachment:
         told = [name for name in SOURCE_KEYWORDS if arguments.get(name) is not None] if self.documents else []
         if callable(self.documents):
             told = ["documents="]
-        if documents_armed_by_hand() is not None:
-            told.append("the armed doc_ids")
-        if told:
-            raise RuntimeError(
-                f"packed_sdpa: the forward of an attached {type(self.model()).__name__} may have documents "
-                f"({', '.join(told)}) in {tracer}, {UNSUPPORTED_TRACER}"
-            )
+        refuse_documents_in_tracer(f"the forward of an attached {type(self.model()).__name__}", told, tracer)
         return None
 
     def _none_in_a_transform(self, arguments: dict[str, Any]) -> Documents | None:

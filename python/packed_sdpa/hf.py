@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from packed_sdpa import _torch_private
-from packed_sdpa.armed import UNSUPPORTED_TRACER, ArmedDocuments
-from packed_sdpa.arming import documents_armed_by_hand
+from packed_sdpa.armed import ArmedDocuments
+from packed_sdpa.arming import documents_armed_by_hand, refuse_documents_in_tracer
 from packed_sdpa.choice import choice_of
 from packed_sdpa.documents import Documents, from_doc_ids
 from packed_sdpa.functional import attention_on_tensors
@@ -197,13 +197,7 @@ def _refuse_tracers(mask_function: Callable) -> None:
             "the operators that find documents; trace it with attn_implementation='sdpa'"
         )
     told = ["position_ids"] if any(_kind(part) == _PACKED for part in _parts(mask_function)) else []
-    if documents_armed_by_hand() is not None:
-        told.append("the armed doc_ids")
-    if told:
-        raise RuntimeError(
-            f"packed_sdpa: a model with attn_implementation={IMPLEMENTATION!r} may have documents "
-            f"({', '.join(told)}) in {tracer}, {UNSUPPORTED_TRACER}"
-        )
+    refuse_documents_in_tracer(f"a model with attn_implementation={IMPLEMENTATION!r}", told, tracer)
 
 
 _PACKED = "packed_sequence_mask_function"

@@ -133,7 +133,7 @@ class AttentionHook:
 
     def _is_off(self) -> bool:
         """Does nothing here: a copy's, or an ended one outside of backward."""
-        return self.is_copy or (self._has_ended and _torch_private.current_graph_task() == _torch_private.NO_GRAPH_TASK)
+        return self.is_copy or (self._has_ended and not _torch_private.in_backward())
 
     @property
     def hooked_at(self) -> tuple[int, int]:

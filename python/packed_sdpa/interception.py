@@ -132,7 +132,7 @@ def enter(hook: AttentionHook) -> Frame:
     if thread not in _inside or F.scaled_dot_product_attention is not _packed:
         with _lock:
             _inside.add(thread)
-            if _torch_private.current_graph_task() == _torch_private.NO_GRAPH_TASK:
+            if not _torch_private.in_backward():
                 _visitors.add(threading.current_thread())
             current = F.scaled_dot_product_attention
             if current is not _packed:

@@ -111,8 +111,8 @@ def _packed_varlen_sdpa(
         output = _pass_through(
             frame, reason, documents, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
-        if documents is not None and keep_for_recompute(output, documents) and frame is not None:
-            frame.hook.may_repeat(documents)
+        if documents is not None:
+            _keep(frame, output, documents)
         return output
 
     assert documents is not None and matched is not None
@@ -125,13 +125,16 @@ def _packed_varlen_sdpa(
         dropout_p=dropout_p,
         backend=documents.backend,
     )
-    kept = keep_for_recompute(output, documents)
+    _keep(frame, output, documents)
     if frame is not None:
-        if kept:
-            frame.hook.may_repeat(documents)
         choice = choice_of(documents, *matched, is_causal=True, window_size=window, dropout_p=dropout_p)
         frame.hook.record.count_taken(choice, window)
     return output
+
+
+def _keep(frame: Frame | None, output: Tensor, documents: ArmedDocuments) -> None:
+    if keep_for_recompute(output, documents) and frame is not None:
+        frame.hook.may_repeat(documents)
 
 
 @_torch_private.untraced(BREAKS_AT_THE_CALL)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 namespace packed_sdpa::cpu {
 namespace {
@@ -19,10 +20,11 @@ void pause() {
 
 }  // namespace
 
-TiledCall::TiledCall(const AttentionParams& params, SplitBy split_by, int64_t block_size_in)
+TiledCall::TiledCall(const AttentionParams& params, std::vector<Document> documents_in, SplitBy split_by,
+                     int64_t block_size_in)
     : attention(params),
       dropout(params),
-      documents(read_documents(params)),
+      documents(std::move(documents_in)),
       items(make_work_items(documents, params.shape.num_kv_heads, split_by, block_size_in)),
       group(params.shape.num_heads / params.shape.num_kv_heads),
       block_size(block_size_in) {
@@ -123,9 +125,9 @@ void GradQuerySum::finish_block() {
   if (blocks_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) buffers_.give_back(std::move(buffer_));
 }
 
-TiledBackward::TiledBackward(const BackwardParams& params_in, int64_t keys_per_item, int64_t rows_per_tile,
-                             bool own_sums)
-    : TiledCall(params_in, SplitBy::kKeys, keys_per_item),
+TiledBackward::TiledBackward(const BackwardParams& params_in, std::vector<Document> documents_in,
+                             int64_t keys_per_item, int64_t rows_per_tile, bool own_sums)
+    : TiledCall(params_in, std::move(documents_in), SplitBy::kKeys, keys_per_item),
       params(params_in),
       queries_per_tile(std::max<int64_t>(1, rows_per_tile / group)) {
   const AttentionShape& shape = params.shape;
@@ -204,8 +206,10 @@ void touch_grad_query_item(void* context, int64_t item, Scratch& /*scratch*/) {
 void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_t keys_per_item,
                         int64_t rows_per_tile, bool own_sums,
                         size_t (*scratch_bytes)(const TiledBackward& call), RunItem run_item) {
-  const int64_t heads = params.shape.num_kv_heads;
-  if (key_blocks_are_too_coarse(read_documents(params), heads, keys_per_item, executor.num_threads())) {
+  std::vector<Document> documents = read_documents(params);
+  const int threads = executor.num_threads();  // one alone leaves nobody waiting
+  if (threads > 1 &&
+      key_blocks_are_too_coarse(documents, params.shape.num_kv_heads, keys_per_item, threads)) {
     keys_per_item = kKeysPerTerm;
     if (!own_sums) {  // else the first block of keys meets them, and the turns of all others wait for it
       const int64_t rows = params.shape.batch * params.shape.rows_q;
@@ -213,7 +217,7 @@ void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_
                      const_cast<BackwardParams*>(&params));
     }
   }
-  TiledBackward call(params, keys_per_item, rows_per_tile, own_sums);
+  TiledBackward call(params, std::move(documents), keys_per_item, rows_per_tile, own_sums);
   GuardedBackward guarded{&call, run_item};
   run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), &run_guarded_item,
                  &guarded);

@@ -46,7 +46,8 @@ class ScratchSize {
 constexpr int64_t kKeysPerTerm = 256;
 
 struct TiledCall {
-  TiledCall(const AttentionParams& params, SplitBy split_by, int64_t block_size_in);
+  TiledCall(const AttentionParams& params, std::vector<Document> documents_in, SplitBy split_by,
+            int64_t block_size_in);
 
   const AttentionParams& attention;
   Dropout dropout;
@@ -64,7 +65,8 @@ struct TiledCall {
 
 struct TiledForward : TiledCall {
   TiledForward(const ForwardParams& params_in, int64_t queries_per_item)
-      : TiledCall(params_in, SplitBy::kQueries, queries_per_item), params(params_in) {}
+      : TiledCall(params_in, read_documents(params_in), SplitBy::kQueries, queries_per_item),
+        params(params_in) {}
   const ForwardParams& params;
 };
 
@@ -124,7 +126,8 @@ class GradQuerySum {
 };
 
 struct TiledBackward : TiledCall {
-  TiledBackward(const BackwardParams& params_in, int64_t keys_per_item, int64_t rows_per_tile, bool own_sums);
+  TiledBackward(const BackwardParams& params_in, std::vector<Document> documents_in, int64_t keys_per_item,
+                int64_t rows_per_tile, bool own_sums);
   const BackwardParams& params;
   int64_t queries_per_tile;
   std::atomic<bool> abandoned{false};
