@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _imp
 import _thread
+import contextlib
 import copy
 import functools
 import io
@@ -67,6 +68,16 @@ def clean():
     yield
     disable_cp1_packed_varlen()
     assert nothing_is_left()
+
+
+@contextlib.contextmanager
+def threads_that_switch_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class Attention(nn.Module):
@@ -334,9 +345,7 @@ def test_case_33_two_hooked_threads_and_a_bystander():
             if not torch.equal(scaled_dot_product_attention(x, x, x), right):
                 failures.append("bystander by name")
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
+    with threads_that_switch_often():
         trainers = [threading.Thread(target=train, args=(index,)) for index in range(2)]
         third = threading.Thread(target=bystander)
         for thread in (*trainers, third):
@@ -345,8 +354,6 @@ def test_case_33_two_hooked_threads_and_a_bystander():
             thread.join()
         running.clear()
         third.join()
-    finally:
-        sys.setswitchinterval(before)
     assert not failures, failures[:5]
 
 
@@ -366,17 +373,13 @@ def test_a_thread_that_reads_while_another_rearms_gets_documents_of_one_arming()
                 if not any(torch.allclose(out, one) for one in right):
                     failures.append(out)
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
     reader = threading.Thread(target=read)
-    try:
+    with threads_that_switch_often():
         reader.start()
         for step in range(3000):
             enable_cp1_packed_varlen(ids[step % 2], "flash")
         running.clear()
         reader.join()
-    finally:
-        sys.setswitchinterval(before)
     assert not failures, failures[:2]
 
 

@@ -20,6 +20,7 @@ from packed_models import (  # noqa: F401
     assert_gradients,
     dense_mask,
     one_torch_thread,
+    saved_tensor_hooks,
 )
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments
@@ -618,19 +619,6 @@ class OwnTanh(torch.autograd.Function):
         return grad * (1 - out * out)
 
 
-def made_again(function, x):
-    """The activation's output is dropped, and made again when its backward asks for it, by a node of Python's."""
-    held = x.detach()
-
-    def unpack(_):
-        with torch.no_grad():
-            return function(held).tanh()
-
-    out = function(x)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack):
-        return OwnTanh.apply(out)
-
-
 @pytest.mark.parametrize("later", [0, 1, 4])
 def test_a_python_function_whose_saved_tensor_is_made_again(later):
     """Its node is the last of the region, not the first: right with one arming, else it raises, never a later one's."""
@@ -648,7 +636,7 @@ def test_a_python_function_whose_saved_tensor_is_made_again(later):
     expected = model.gradients()
     model.zero_grad()
     arm(SPLITS[0])
-    loss = forward(made_again)
+    loss = forward(functools.partial(saved_tensor_hooks, tanh=OwnTanh.apply))  # by a node of Python's
     arm(SPLITS[later])
     model(batch(2))
     if later == 0:
