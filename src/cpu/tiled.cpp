@@ -1,6 +1,7 @@
 #include "cpu/tiled.h"
 
 #include <algorithm>
+#include <functional>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -11,6 +12,10 @@ namespace {
 // A wait is for the rest of a neighbour's tile, some microseconds; after that many looks the thread gives its
 // core away, because the neighbour may be waiting for one.
 constexpr int kSpins = 2000;
+
+// Floats of sums that one item touches, and of a page.
+constexpr size_t kFloatsTouched = size_t{1} << 18;
+constexpr size_t kPageFloats = 4096 / sizeof(float);
 
 void pause() {
 #if defined(__x86_64__)
@@ -43,15 +48,37 @@ void TiledCall::dropout_factors(const Document& document, int64_t head, int64_t 
   }
 }
 
+void SumBuffers::make(const std::vector<size_t>& sizes, Executor& executor) {
+  struct Touch {
+    std::vector<std::pair<float*, size_t>> pieces;
+    static void run(void* context, int64_t item, Scratch& /*scratch*/) {
+      const auto [data, floats] = static_cast<const Touch*>(context)->pieces[static_cast<size_t>(item)];
+      for (size_t i = 0; i < floats; i += kPageFloats) data[i] = 0.0f;
+    }
+  } touch;
+  for (const size_t floats : sizes) {
+    free_.push_back({std::unique_ptr<float[]>(new float[floats]), floats});
+    for (size_t first = 0; first < floats; first += kFloatsTouched) {
+      touch.pieces.emplace_back(free_.back().data.get() + first, std::min(kFloatsTouched, floats - first));
+    }
+  }
+  run_work_items(executor, static_cast<int64_t>(touch.pieces.size()), 0, &Touch::run, &touch);
+}
+
 SumBuffers::Buffer SumBuffers::take(size_t floats) {
   Buffer buffer;
   {
     const std::lock_guard<std::mutex> guard(mutex_);
-    const auto smaller = [](const Buffer& a, const Buffer& b) { return a.floats < b.floats; };
-    const auto largest = std::max_element(free_.begin(), free_.end(), smaller);
-    if (largest != free_.end()) {  // one that is too small makes room for a new one
-      buffer = std::move(*largest);
-      free_.erase(largest);
+    // The smallest that is large enough; else the largest, which makes room for a new one.
+    const auto better = [floats](const Buffer& a, const Buffer& b) {
+      const bool fits = a.floats >= floats;
+      if (fits != (b.floats >= floats)) return fits;
+      return fits ? a.floats < b.floats : a.floats > b.floats;
+    };
+    const auto best = std::min_element(free_.begin(), free_.end(), better);
+    if (best != free_.end()) {
+      buffer = std::move(*best);
+      free_.erase(best);
     }
   }
   if (buffer.floats < floats) {
@@ -114,7 +141,7 @@ float* GradQuerySum::sums(int64_t tile) {
   float* base = sums_.load(std::memory_order_acquire);
   if (base == nullptr) {
     const std::lock_guard<std::mutex> lock(sums_mutex_);
-    if (buffer_.data == nullptr) buffer_ = buffers_.take(static_cast<size_t>(num_tiles_ * tile_floats_));
+    if (buffer_.data == nullptr) buffer_ = buffers_.take(num_floats());
     base = buffer_.data.get();
     sums_.store(base, std::memory_order_release);
   }
@@ -142,6 +169,17 @@ TiledBackward::TiledBackward(const BackwardParams& params_in, std::vector<Docume
                                                      buffers_, abandoned));
     }
   }
+}
+
+void TiledBackward::spread(size_t max_open, Executor& executor) {
+  items = spread_key_blocks(items, documents, block_size, max_open);
+  std::vector<size_t> sizes;
+  for (const std::unique_ptr<GradQuerySum>& sum : sums_) {
+    if (sum->num_floats() > 0) sizes.push_back(sum->num_floats());
+  }
+  std::sort(sizes.begin(), sizes.end(), std::greater<>());
+  if (sizes.size() > max_open) sizes.resize(max_open);
+  buffers_.make(sizes, executor);
 }
 
 void TiledBackward::note_turns(std::vector<ItemNote>& notes) const {
@@ -208,8 +246,9 @@ void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_
                         size_t (*scratch_bytes)(const TiledBackward& call), RunItem run_item) {
   std::vector<Document> documents = read_documents(params);
   const int threads = executor.num_threads();  // one alone leaves nobody waiting
-  if (threads > 1 &&
-      key_blocks_are_too_coarse(documents, params.shape.num_kv_heads, keys_per_item, threads)) {
+  const bool finer =
+      threads > 1 && key_blocks_are_too_coarse(documents, params.shape.num_kv_heads, keys_per_item, threads);
+  if (finer) {
     keys_per_item = kKeysPerTerm;
     if (!own_sums) {  // else the first block of keys meets them, and the turns of all others wait for it
       const int64_t rows = params.shape.batch * params.shape.rows_q;
@@ -218,6 +257,7 @@ void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_
     }
   }
   TiledBackward call(params, std::move(documents), keys_per_item, rows_per_tile, own_sums);
+  if (finer) call.spread(static_cast<size_t>(threads), executor);
   GuardedBackward guarded{&call, run_item};
   run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), &run_guarded_item,
                  &guarded);

@@ -78,6 +78,8 @@ class SumBuffers {
     std::unique_ptr<float[]> data;
     size_t floats = 0;
   };
+  // Buffers of these sizes ahead of time, whose pages all threads meet together.
+  void make(const std::vector<size_t>& sizes, Executor& executor);
   Buffer take(size_t floats);  // not initialized; at least as large
   void give_back(Buffer buffer);
 
@@ -97,6 +99,7 @@ class GradQuerySum {
                SumBuffers& buffers, const std::atomic<bool>& abandoned);
 
   int64_t num_tiles() const { return num_tiles_; }
+  size_t num_floats() const { return static_cast<size_t>(num_tiles_ * tile_floats_); }
   // The key blocks that tile sees: [first, last]; last < first when it sees none.
   struct Blocks {
     int64_t first;
@@ -131,6 +134,8 @@ struct TiledBackward : TiledCall {
   const BackwardParams& params;
   int64_t queries_per_tile;
   std::atomic<bool> abandoned{false};
+  // Blocks of keys in an order for so many heads at work at once, and buffers for their sums.
+  void spread(size_t max_open, Executor& executor);
   // Adds to notes which items take turns, at which tiles.
   void note_turns(std::vector<ItemNote>& notes) const;
   // Null for a document of one block.

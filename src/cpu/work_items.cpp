@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <queue>
+#include <utility>
 
 namespace packed_sdpa::cpu {
 namespace {
@@ -34,6 +36,12 @@ void run_body(void* context, int /*thread*/) {
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
     (*run.notes)[static_cast<size_t>(item)].seconds = seconds.count();
   }
+}
+
+// Pairs of a query and a key of the block of keys from `first` on, of one head.
+int64_t pairs_of_key_block(const Document& document, int64_t first, int64_t block_keys) {
+  const int64_t count = std::min(block_keys, document.num_keys - first);
+  return count * (document.first_query_past(first + count - 1) - document.first_query_reaching(first));
 }
 
 }  // namespace
@@ -98,14 +106,50 @@ bool key_blocks_are_too_coarse(const std::vector<Document>& documents, int64_t n
   int64_t total = 0;
   for (const Document& document : documents) {
     for (int64_t first = 0; first < document.num_keys; first += block_keys) {
-      const int64_t count = std::min(block_keys, document.num_keys - first);
-      const int64_t queries =
-          document.first_query_past(first + count - 1) - document.first_query_reaching(first);
-      heaviest = std::max(heaviest, count * queries);
-      total += count * queries;
+      const int64_t pairs = pairs_of_key_block(document, first, block_keys);
+      heaviest = std::max(heaviest, pairs);
+      total += pairs;
     }
   }
   return 4 * heaviest * num_threads > total * num_kv_heads;
+}
+
+std::vector<WorkItem> spread_key_blocks(const std::vector<WorkItem>& items,
+                                        const std::vector<Document>& documents, int64_t block_keys,
+                                        size_t max_open) {
+  const auto document_of = [&](const WorkItem& item) -> const Document& {
+    return documents[static_cast<size_t>(item.first_document)];
+  };
+  const auto weight = [&](size_t item) {
+    return pairs_of_key_block(document_of(items[item]), items[item].block * block_keys, block_keys);
+  };
+  const auto is_block = [&](const WorkItem& item) { return document_of(item).num_keys > block_keys; };
+
+  size_t next = 0;  // first block of the next head to be opened; whole documents come after all blocks
+  const auto next_head = [&] {
+    do ++next;
+    while (next < items.size() && items[next].block != 0);
+  };
+  std::vector<WorkItem> spread;
+  spread.reserve(items.size());
+  // The next block of each open head, heaviest first and, of equals, in the order of items.
+  std::priority_queue<std::pair<int64_t, int64_t>> open;
+  const auto open_heads = [&] {
+    while (open.size() < max_open && next < items.size() && is_block(items[next])) {
+      open.push({weight(next), -static_cast<int64_t>(next)});
+      next_head();
+    }
+  };
+  for (open_heads(); !open.empty(); open_heads()) {
+    const size_t item = static_cast<size_t>(-open.top().second);
+    open.pop();
+    spread.push_back(items[item]);
+    const size_t after = item + 1;
+    if (after < items.size() && items[after].block != 0)
+      open.push({weight(after), -static_cast<int64_t>(after)});
+  }
+  spread.insert(spread.end(), items.begin() + static_cast<std::ptrdiff_t>(spread.size()), items.end());
+  return spread;
 }
 
 void run_work_items(Executor& executor, int64_t num_items, size_t scratch_bytes,

@@ -34,8 +34,9 @@ enum class SplitBy : int8_t { kQueries, kKeys };
 // share an item with their neighbours, and with the other key/value heads, up to the size of a block: the
 // heads of a token lie side by side in memory, so going through them together meets each page once. For the
 // same reason the key/value heads of a block of queries follow each other; blocks of keys go head by head,
-// because each needs the block before it (GradQuerySum), whose float sums live until its head is done. Long
-// documents come first, so that the tail of a call is made of small items.
+// because each needs the block before it (GradQuerySum), whose float sums live until its head is done (see
+// spread_key_blocks for many threads). Long documents come first, so that the tail of a call is made of small
+// items.
 std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, int64_t num_kv_heads,
                                       SplitBy split_by, int64_t block_size);
 
@@ -43,6 +44,13 @@ std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, in
 // quarter of a thread's share after the others are done.
 bool key_blocks_are_too_coarse(const std::vector<Document>& documents, int64_t num_kv_heads,
                                int64_t block_keys, int num_threads);
+
+// For many threads: the blocks of keys of max_open heads (of one document or several) in the order of their
+// weight, not head by head, so that neighbours of one head are not taken together, each to wait for the turns
+// of the one before it. A head's blocks stay in order; a head is opened when another has come to its end.
+std::vector<WorkItem> spread_key_blocks(const std::vector<WorkItem>& items,
+                                        const std::vector<Document>& documents, int64_t block_keys,
+                                        size_t max_open);
 
 // Calls run_item(context, item index, scratch) for every item, on the executor's threads.
 void run_work_items(Executor& executor, int64_t num_items, size_t scratch_bytes,

@@ -101,6 +101,34 @@ TEST(WorkItemsTest, KeyBlocksAreTooCoarseForManyThreads) {
   EXPECT_TRUE(too_coarse(windows, 2, 5));
 }
 
+TEST(WorkItemsTest, SpreadKeyBlocksGoByWeightInAFewHeadsAtATime) {
+  constexpr int64_t kHeads = 2;
+  constexpr int64_t kBlock = 100;
+  const std::vector<Document> documents = documents_of({250, 30, 390});
+  const std::vector<WorkItem> items = make_work_items(documents, kHeads, SplitBy::kKeys, kBlock);
+  const auto order = [&](size_t max_open) {
+    std::vector<std::tuple<int32_t, int32_t, int32_t>> keys;  // document, head, block
+    for (const WorkItem& item : spread_key_blocks(items, documents, kBlock, max_open)) {
+      keys.emplace_back(item.first_document, item.first_kv_head, item.block);
+    }
+    return keys;
+  };
+  using Order = std::vector<std::tuple<int32_t, int32_t, int32_t>>;
+  // Pairs of document 2: 100 * 390, 100 * 290, 100 * 190, 90 * 90; of document 0: 100 * 250, 100 * 150, 50
+  // * 50.
+  const Order all = {{2, 0, 0}, {2, 1, 0}, {2, 0, 1}, {2, 1, 1}, {0, 0, 0}, {0, 1, 0}, {2, 0, 2}, {2, 1, 2},
+                     {0, 0, 1}, {0, 1, 1}, {2, 0, 3}, {2, 1, 3}, {0, 0, 2}, {0, 1, 2}, {1, 0, 0}};
+  EXPECT_EQ(order(4), all);
+  EXPECT_EQ(order(64), all);
+  const Order three = {{2, 0, 0}, {2, 1, 0}, {2, 0, 1}, {2, 1, 1}, {0, 0, 0}, {2, 0, 2}, {2, 1, 2}, {0, 0, 1},
+                       {2, 0, 3}, {0, 1, 0}, {0, 1, 1}, {2, 1, 3}, {0, 0, 2}, {0, 1, 2}, {1, 0, 0}};
+  EXPECT_EQ(order(3), three);
+  Order one;
+  for (const WorkItem& item : items) one.emplace_back(item.first_document, item.first_kv_head, item.block);
+  EXPECT_EQ(order(1), one);
+  EXPECT_TRUE(spread_key_blocks({}, documents, kBlock, 3).empty());
+}
+
 TEST(HugePagesTest, MemoryKeepsWhatItHolds) {
   for (const size_t bytes : {size_t{0}, size_t{100}, size_t{16} << 20, (size_t{21} << 20) + 4321}) {
     std::vector<unsigned char> memory(bytes + 3, 7);
@@ -171,13 +199,26 @@ TEST(SumBuffersTest, BuffersAreHandedOn) {
   const float* memory = first.data.get();
   buffers.give_back(std::move(second));
   buffers.give_back(std::move(first));
-  SumBuffers::Buffer third = buffers.take(80);  // the largest of those that are free
+  SumBuffers::Buffer third = buffers.take(80);  // the one that is large enough
   EXPECT_EQ(third.data.get(), memory);
   EXPECT_EQ(third.floats, 100U);
   SumBuffers::Buffer fourth = buffers.take(60);  // none is large enough
   EXPECT_EQ(fourth.floats, 60U);
   buffers.give_back({});  // of a sum that never asked for one
   EXPECT_EQ(buffers.take(1).floats, 1U);
+}
+
+TEST(SumBuffersTest, EachTakesTheSmallestThatIsLargeEnough) {
+  ThreadExecutor executor(3, false);
+  SumBuffers buffers;
+  const std::vector<size_t> sizes = {size_t{1} << 19, 70, 5000, 70};  // the first is touched in two pieces
+  buffers.make(sizes, executor);
+  for (const size_t floats : {size_t{70}, size_t{60}, size_t{71}, size_t{5001}}) {
+    const SumBuffers::Buffer buffer = buffers.take(floats);
+    EXPECT_EQ(buffer.floats, floats <= 70 ? 70U : floats == 71 ? 5000U : sizes[0]);
+    for (size_t i = 0; i < buffer.floats; i += 1024) EXPECT_EQ(buffer.data[i], 0.0f);
+  }
+  EXPECT_EQ(buffers.take(1).floats, 1U);  // all were taken
 }
 
 // The sums of the heads of a long document share memory, and not at the same time.
