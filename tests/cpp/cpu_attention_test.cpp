@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cpu_testing.h"
@@ -206,6 +208,45 @@ TEST_P(AttentionTest, PoisonStaysInItsDocument) {
     compare(clean.grad_query, poisoned.grad_query);
     compare(clean.grad_key, poisoned.grad_key);
     compare(clean.grad_value, poisoned.grad_value);
+  }
+}
+
+// Scores that differ by hundreds, wherever in a row and its tiles the large ones stand: a reference that was
+// chosen before they were seen must not cost the result anything.
+TEST_P(AttentionTest, LargeScoresAnywhereInARow) {
+  constexpr int64_t kLength = 560;
+  const std::vector<std::pair<const char*, std::function<double(int64_t)>>> profiles = {
+      {"rising", [](int64_t j) { return static_cast<double>(j); }},
+      {"falling", [](int64_t j) { return static_cast<double>(-j); }},
+      {"rising slowly", [](int64_t j) { return static_cast<double>(j) / 32; }},
+      {"peaks inside tiles", [](int64_t j) { return j % 256 == 100 || j == 550 ? 200.0 : 0.0; }},
+      {"low ends", [](int64_t j) { return j % 256 < 16 || j % 256 >= 240 ? -250.0 : 3.0; }},
+      {"high ends", [](int64_t j) { return j % 256 < 16 ? 250.0 : -3.0; }},
+      {"all low", [](int64_t) { return -500.0; }},
+      {"two sides", [](int64_t j) { return j % 2 == 0 ? 90.0 : -90.0; }},
+      {"at the edge of overflow", [](int64_t j) { return j < 512 ? 0.0 : 11.0; }},
+  };
+  const double size =
+      dtype() == ScalarType::kFloat64 ? 1.0 / 64 : 1.0;  // its oracle rounds scores as it does
+  ThreadExecutor executor(2);
+  for (size_t n = 0; n < profiles.size(); ++n) {
+    const auto& [name, profile] = profiles[n];
+    SCOPED_TRACE(name);
+    Settings settings;
+    settings.dtype = dtype();
+    settings.num_heads = 2;
+    settings.num_kv_heads = 1;
+    settings.window_left = n % 3 == 2 ? 300 : -1;
+    Problem problem(packing_from_lengths("one", {kLength}), settings);
+    for (int64_t i = 0; i < kLength; ++i) {  // the first element of query and key adds the profile to a score
+      for (int64_t h = 0; h < settings.num_heads; ++h) problem.query.set(0, h, i, 0, 4.0);
+      problem.key.set(0, 0, i, 0, size * profile(i));
+    }
+    problem.run_forward(executor);
+    expect_forward_matches(problem);
+    problem.run_backward(executor);
+    expect_backward_matches(problem);
+    if (HasFailure()) return;
   }
 }
 

@@ -547,12 +547,18 @@ struct References {
   Dense oracle, math_path;
 };
 
-// The same problem comes once per instruction set; its references are computed once.
+// The same problem, down to the bits of its tensors, comes once per instruction set; its references are
+// computed once.
 const References& references(const Problem& problem) {
   static std::map<std::string, References> known;
   std::string key = describe(problem.packing, problem.settings);
   const size_t isa = key.find(" isa=");
   key.erase(isa, key.find(' ', isa + 1) - isa);
+  for (const Tensor* tensor : {&problem.query, &problem.key, &problem.value, &problem.grad_out}) {
+    const std::vector<unsigned char>& bytes = tensor->bytes();
+    key.append(" ").append(std::to_string(std::hash<std::string_view>()(
+        std::string_view(reinterpret_cast<const char*>(bytes.data()), bytes.size()))));
+  }
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
   Problem placed = problem;

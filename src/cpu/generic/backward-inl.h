@@ -201,19 +201,21 @@ PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuff
   using Elem = typename E::Elem;
   const int64_t rows = buffers.rows;
   const BLayout layout = buffers.grad_s_layout();
-  const auto key_row = [&](int64_t key, const auto& store) {
-    int64_t begin = 0;
-    int64_t end = 0;
-    if (key < block_keys) column_span(key, key, &begin, &end);
+  const auto key_rows = [&](int64_t key, const auto& store) {
+    int64_t begin[E::kPair] = {};
+    int64_t end[E::kPair] = {};
+    for (int i = 0; i < E::kPair && key + i < block_keys; ++i) {
+      column_span(key + i, key + i, &begin[i], &end[i]);
+    }
     const int64_t local = (key - chunk) * rows;
     if (call.dropout.enabled()) {
-      grad_score_row<E::kPair == 1, true>(buffers.s + local, buffers.grad_p + local, buffers.lse,
-                                          buffers.delta, buffers.factors + local, span.begin, span.end, begin,
-                                          end, c, store);
+      grad_score_rows<E::kPair == 1, true, E::kPair>(buffers.s + local, buffers.grad_p + local, rows,
+                                                     buffers.lse, buffers.delta, buffers.factors + local,
+                                                     span.begin, span.end, begin, end, c, store);
     } else {
-      grad_score_row<E::kPair == 1, false>(buffers.s + local, buffers.grad_p + local, buffers.lse,
-                                           buffers.delta, nullptr, span.begin, span.end, begin, end, c,
-                                           store);
+      grad_score_rows<E::kPair == 1, false, E::kPair>(buffers.s + local, buffers.grad_p + local, rows,
+                                                      buffers.lse, buffers.delta, nullptr, span.begin,
+                                                      span.end, begin, end, c, store);
     }
   };
   for (int64_t key = strip; key < strip + count; key += E::kPair) {
@@ -222,9 +224,9 @@ PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuff
     if constexpr (E::kPair == 1) {
       for (int64_t j = 0; j < span.begin; j += kLanes) vec_store(grad_s + j, vec_zero());
       for (int64_t j = span.end; j < padded_rows; j += kLanes) vec_store(grad_s + j, vec_zero());
-      key_row(key, [&](int64_t j, Vec weights, Vec ds) {
-        vec_store(p + j, weights);
-        vec_store(grad_s + j, ds);
+      key_rows(key, [&](int64_t j, GradScore score) PACKED_SDPA_LAMBDA_INLINE {
+        vec_store(p + j, score.p);
+        vec_store(grad_s + j, score.ds);
       });
     } else {
       // The pair of keys is interleaved for dQ^T: word (key pair, column) at its place in the B operand.
@@ -232,14 +234,9 @@ PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuff
       const auto place = [&](int64_t j) { return words + j / kPanel * layout.panel_stride + j % kPanel; };
       for (int64_t j = 0; j < span.begin; j += kLanes) vec_store(place(j), vec_zero());
       for (int64_t j = span.end; j < padded_rows; j += kLanes) vec_store(place(j), vec_zero());
-      key_row(key, [&](int64_t j, Vec weights, Vec ds) {
-        vec_store_as(p + j, weights);
-        vec_store_as(grad_s + j, ds);
-      });
-      key_row(key + 1, [&](int64_t j, Vec weights, Vec ds) {
-        vec_store_as(p + rows + j, weights);
-        vec_store_as(grad_s + rows + j, ds);
-        E::interleave(grad_s + j, grad_s + rows + j, place(j));
+      key_rows(key, [&](int64_t j, GradScore low, GradScore high) PACKED_SDPA_LAMBDA_INLINE {
+        vec_store_rows(p + j, p + rows + j, low.p, high.p);
+        vec_store_rows(grad_s + j, grad_s + rows + j, place(j), low.ds, high.ds);
       });
     }
   }

@@ -16,9 +16,6 @@ struct EngineBf16 : Gemm {
     Gemm::multiply(m, n_begin, n_end, k / kPair, reinterpret_cast<const float*>(a), lda / kPair, b, layout, c,
                    ldc, accumulate);
   }
-  static PACKED_SDPA_INLINE void interleave(const BFloat16* low, const BFloat16* high, float* words) {
-    interleave_words(low, high, words);
-  }
   // Rows of a tensor as a B operand whose k runs over them, two rows to a word; zero rows up to `padded`.
   static PACKED_SDPA_PHASE void pack_b(const RowSource<BFloat16>& source, int64_t first, int64_t count,
                                        int64_t padded, int64_t width, float* target, BLayout layout,

@@ -9,8 +9,12 @@
 constexpr float kReferenceSlack = 8.0f;
 
 // kExact subtracts before it multiplies: the row's maximum then has the weight 1 exactly, so a one-token
-// document gives its value back bit for bit. One instruction more; half types round it away.
-//
+// document gives its value back bit for bit. One instruction more; half types round it away. They also do not
+// look for the maximum first: a row starts from the maximum of the vectors at its ends and keeps its
+// reference as long as the sum of a tile's weights shows that none of them is large. A sum over
+// kWeightSumLimit (or NaN) does the row again, from its maximum.
+constexpr float kWeightSumLimit = 65536.0f;
+
 // Scores [begin, end) of a row are visible, within the computed part [low, high) of the tile (multiples of
 // kLanes). Leaves the weights in `p` (zeros in the invisible rest of [low, high)), updates the row's
 // reference, sum and O.
@@ -29,12 +33,59 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
   const Mask first_mask = vec_mask(begin - first, end - first);
   const Mask last_mask = vec_mask(begin - last, end - last);
 
-  // Independent chains of maxima and sums: one would wait four cycles for each of its steps.
-  Vec maxima[4];
-  maxima[0] = vec_select(first_mask, vec_load(s + first), minus_infinity);
-  maxima[1] = vec_select(last_mask, vec_load(s + last), minus_infinity);
-  maxima[2] = minus_infinity;
-  maxima[3] = minus_infinity;
+  const Vec first_scores = vec_select(first_mask, vec_load(s + first), minus_infinity);
+  const Vec last_scores = vec_select(last_mask, vec_load(s + last), minus_infinity);
+
+  // Weights by the reference as it is, and their sum.
+  const auto weigh_row = [&]() PACKED_SDPA_LAMBDA_INLINE {
+    const Vec scale = vec_set(c);
+    const Vec shift = vec_set(kExact ? *reference : c * *reference);
+    const auto weight = [&](Vec score) PACKED_SDPA_LAMBDA_INLINE {
+      return vec_exp2(kExact ? vec_mul(vec_sub(score, shift), scale) : vec_fms(score, scale, shift));
+    };
+    const auto keep = [&](int64_t at, Vec weights) PACKED_SDPA_LAMBDA_INLINE {
+      return kDropout ? vec_mul(weights, vec_load(factors + at)) : weights;
+    };
+    for (int64_t j = low; j < first; j += kLanes) vec_store_as(p + j, vec_zero());
+    Vec weights[2];
+    // Two chains of sums: one would wait four cycles for each of its steps.
+    Vec sums[2] = {vec_select(first_mask, weight(vec_load(s + first)), vec_zero()), vec_zero()};
+    vec_store_as(p + first, keep(first, sums[0]));
+    int64_t j = first + kLanes;
+    for (; j + kLanes < last; j += 2 * kLanes) {
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < 2; ++i) {
+        weights[i] = weight(vec_load(s + j + i * kLanes));
+        sums[i] = vec_add(sums[i], weights[i]);
+      }
+      vec_store_as(p + j, keep(j, weights[0]), keep(j + kLanes, weights[1]));
+    }
+    if (j < last) {
+      weights[0] = weight(vec_load(s + j));
+      sums[0] = vec_add(sums[0], weights[0]);
+      vec_store_as(p + j, keep(j, weights[0]));
+    }
+    if (last > first) {
+      weights[1] = vec_select(last_mask, weight(vec_load(s + last)), vec_zero());
+      sums[1] = vec_add(sums[1], weights[1]);
+      vec_store_as(p + last, keep(last, weights[1]));
+    }
+    for (j = last + kLanes; j < high; j += kLanes) vec_store_as(p + j, vec_zero());
+    return vec_reduce_add(vec_add(sums[0], sums[1]));
+  };
+  if constexpr (!kExact) {
+    const float before = *reference;
+    if (before == -__builtin_inff()) *reference = vec_reduce_max(vec_max(first_scores, last_scores));
+    const float total = weigh_row();
+    if (total <= kWeightSumLimit) {
+      *sum += total;
+      return;
+    }
+    *reference = before;
+  }
+
+  // Independent chains, as in the sums.
+  Vec maxima[4] = {first_scores, last_scores, minus_infinity, minus_infinity};
   int64_t j = first + kLanes;
   for (; j + 3 * kLanes < last; j += 4 * kLanes) {
 #pragma GCC unroll 4
@@ -50,59 +101,51 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
     }
     *reference = maximum;
   }
-
-  const Vec scale = vec_set(c);
-  const Vec shift = vec_set(kExact ? *reference : c * *reference);
-  const auto weight = [&](Vec score) PACKED_SDPA_LAMBDA_INLINE {
-    return vec_exp2(kExact ? vec_mul(vec_sub(score, shift), scale) : vec_fms(score, scale, shift));
-  };
-  for (j = low; j < first; j += kLanes) vec_store_as(p + j, vec_zero());
-  Vec sums[2] = {vec_zero(), vec_zero()};
-  const auto weigh = [&](int64_t at, Vec weights, Vec* total) PACKED_SDPA_LAMBDA_INLINE {
-    *total = vec_add(*total, weights);
-    if constexpr (kDropout) weights = vec_mul(weights, vec_load(factors + at));
-    vec_store_as(p + at, weights);
-  };
-  weigh(first, vec_select(first_mask, weight(vec_load(s + first)), vec_zero()), &sums[0]);
-  for (j = first + kLanes; j + kLanes < last; j += 2 * kLanes) {
-    weigh(j, weight(vec_load(s + j)), &sums[0]);
-    weigh(j + kLanes, weight(vec_load(s + j + kLanes)), &sums[1]);
-  }
-  if (j < last) weigh(j, weight(vec_load(s + j)), &sums[0]);
-  if (last > first) weigh(last, vec_select(last_mask, weight(vec_load(s + last)), vec_zero()), &sums[1]);
-  for (j = last + kLanes; j < high; j += kLanes) vec_store_as(p + j, vec_zero());
-  *sum += vec_reduce_add(vec_add(sums[0], sums[1]));
+  *sum += weigh_row();
 }
 
-// Backward, along a row of the transposed tile (one key, all stacked rows of queries):
+// Backward, along `kKeys` neighbouring rows of the transposed tile (a row is one key, all stacked rows of
+// queries, `stride` floats apart):
 //   p = exp(scale s - lse),  ds = p (dp - delta)
 // as 2^(c s - lse2), c = scale * log2(e), lse2 = lse * log2(e); kExact: as 2^((scale s - lse) * log2(e)), one
 // multiply more, which rounds once where the other rounds three numbers as large as lse (in a float's p that
-// can be seen). `c` and `lse` are what the form wants. In [low, high) columns outside the visible [begin,
+// can be seen). `c` and `lse` are what the form wants. In [low, high) columns outside a key's visible [begin,
 // end) get zeros. `factors` is the dropout factor of each element: it multiplies dp, and the p that goes into
-// dV.
-template <bool kExact, bool kDropout, typename Store>
-PACKED_SDPA_INLINE void grad_score_row(const float* s, const float* dp, const float* lse, const float* delta,
-                                       const float* factors, int64_t low, int64_t high, int64_t begin,
-                                       int64_t end, float c, const Store& store) {
+// dV. `store` gets a column and what each key has there.
+struct GradScore {
+  Vec p;
+  Vec ds;
+};
+template <bool kExact, bool kDropout, int kKeys, typename Store>
+PACKED_SDPA_INLINE void grad_score_rows(const float* s, const float* dp, int64_t stride, const float* lse,
+                                        const float* delta, const float* factors, int64_t low, int64_t high,
+                                        const int64_t* begin, const int64_t* end, float c,
+                                        const Store& store) {
   const Vec scale = vec_set(c);
   for (int64_t j = low; j < high; j += kLanes) {
-    if (j + kLanes <= begin || j >= end) {
-      store(j, vec_zero(), vec_zero());
-      continue;
+    const Vec row_lse = vec_load(lse + j);
+    const Vec row_delta = vec_load(delta + j);
+    const auto grad_score = [&](int key) PACKED_SDPA_LAMBDA_INLINE -> GradScore {
+      if (j + kLanes <= begin[key] || j >= end[key]) return {vec_zero(), vec_zero()};
+      const int64_t at = key * stride + j;
+      Vec x = vec_fms(vec_load(s + at), scale, row_lse);
+      if constexpr (kExact) x = vec_mul(x, vec_set(static_cast<float>(kLog2E)));
+      Vec p = vec_exp2(x);
+      Vec grad_p = vec_load(dp + at);
+      if constexpr (kDropout) grad_p = vec_mul(grad_p, vec_load(factors + at));
+      Vec ds = vec_mul(p, vec_sub(grad_p, row_delta));
+      if constexpr (kDropout) p = vec_mul(p, vec_load(factors + at));
+      if (j < begin[key] || j + kLanes > end[key]) {
+        const Mask mask = vec_mask(begin[key] - j, end[key] - j);
+        p = vec_select(mask, p, vec_zero());
+        ds = vec_select(mask, ds, vec_zero());
+      }
+      return {p, ds};
+    };
+    if constexpr (kKeys == 1) {
+      store(j, grad_score(0));
+    } else {
+      store(j, grad_score(0), grad_score(1));
     }
-    Vec x = vec_fms(vec_load(s + j), scale, vec_load(lse + j));
-    if constexpr (kExact) x = vec_mul(x, vec_set(static_cast<float>(kLog2E)));
-    Vec p = vec_exp2(x);
-    Vec grad_p = vec_load(dp + j);
-    if constexpr (kDropout) grad_p = vec_mul(grad_p, vec_load(factors + j));
-    Vec ds = vec_mul(p, vec_sub(grad_p, vec_load(delta + j)));
-    if constexpr (kDropout) p = vec_mul(p, vec_load(factors + j));
-    if (j < begin || j + kLanes > end) {
-      const Mask mask = vec_mask(begin - j, end - j);
-      p = vec_select(mask, p, vec_zero());
-      ds = vec_select(mask, ds, vec_zero());
-    }
-    store(j, p, ds);
   }
 }

@@ -160,14 +160,48 @@ PACKED_SDPA_INLINE void transpose_words(const float* src, int64_t src_stride, fl
   for (int j = 0; j < 16; ++j) _mm512_storeu_si512(dst + j * dst_stride, t[j]);
 }
 
+// Thirty-two elements as sixteen words: the lower half's elements in the words' lower halves, the upper's in
+// their upper.
+PACKED_SDPA_INLINE __m512i interleave_halves(__m512i elements) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                         22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, elements);
+}
+
 // Sixteen words with `low` in their lower and `high` in their upper halves.
 PACKED_SDPA_INLINE void interleave_words(const BFloat16* low, const BFloat16* high, float* words) {
-  const __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
-  const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));
-  _mm512_storeu_si512(words, _mm512_or_si512(lower, _mm512_slli_epi32(upper, 16)));
+  const __m512i lower = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
+  const __m256i upper = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high));
+  _mm512_storeu_si512(words, interleave_halves(_mm512_inserti64x4(lower, upper, 1)));
+}
+
+// Two vectors side by side.
+PACKED_SDPA_INLINE void vec_store_as(float* p, Vec first, Vec second) {
+  vec_store(p, first);
+  vec_store(p + kLanes, second);
 }
 
 #if PACKED_SDPA_HAS_BF16
+// One VCVTNE2PS2BF16 takes as long as one VCVTNEPS2BF16, four multiply-adds on Sapphire Rapids.
+PACKED_SDPA_INLINE __m512i vec_to_bfloat16(Vec first, Vec second) {
+  return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+}
+PACKED_SDPA_INLINE void vec_store_as(BFloat16* p, Vec first, Vec second) {
+  _mm512_storeu_si512(p, vec_to_bfloat16(first, second));
+}
+// Two vectors in two rows; the second form also as words with `low` in their lower and `high` in their upper
+// halves.
+PACKED_SDPA_INLINE __m512i vec_store_rows(BFloat16* low_row, BFloat16* high_row, Vec low, Vec high) {
+  const __m512i elements = vec_to_bfloat16(low, high);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(low_row), _mm512_castsi512_si256(elements));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(high_row), _mm512_extracti64x4_epi64(elements, 1));
+  return elements;
+}
+PACKED_SDPA_INLINE void vec_store_rows(BFloat16* low_row, BFloat16* high_row, float* words, Vec low,
+                                       Vec high) {
+  _mm512_storeu_si512(words, interleave_halves(vec_store_rows(low_row, high_row, low, high)));
+}
+
 // acc + a0 b0 + a1 b1 of the two elements of each word.
 PACKED_SDPA_INLINE Vec vec_dot_bf16(Vec acc, Vec a, Vec b) {
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
