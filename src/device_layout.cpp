@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "rows.h"
+#include "tensors.h"
 
 namespace packed_sdpa {
 
@@ -119,13 +120,6 @@ at::Tensor same_offsets(const at::Tensor& offsets, const DeviceOffsets& there) {
   return are_there ? there.device.slice(0, 0, count) : at::Tensor();
 }
 
-// Waits for nothing: memory that is not page-locked would first be staged, behind the work of the stream.
-at::Tensor sent(const std::vector<at::Tensor>& parts, const c10::Device& device) {
-  const at::Tensor buffer = at::cat(parts);
-  if (buffer.numel() == 0) return at::empty({0}, buffer.options().device(device));
-  return (device.is_cuda() ? buffer.pin_memory() : buffer).to(device, /*non_blocking=*/true);
-}
-
 }  // namespace
 
 LayoutTensors device_layout(const LayoutTensors& host, int64_t batch, int64_t rows_q, int64_t rows_k,
@@ -150,7 +144,7 @@ LayoutTensors device_layout(const LayoutTensors& host, int64_t batch, int64_t ro
   if (!result.cu_seqlens_k.defined()) missing.emplace_back(&result.cu_seqlens_k, form.cu_seqlens_k);
   std::vector<at::Tensor> parts;
   for (const auto& [place, part] : missing) parts.push_back(part);
-  const at::Tensor buffer = sent(parts, device);
+  const at::Tensor buffer = sent_to(device, at::cat(parts));
   int64_t begin = 0;
   for (const auto& [place, part] : missing) {
     *place = buffer.slice(0, begin, begin + part.numel());

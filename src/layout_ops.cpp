@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "device_layout.h"
 #include "packed_sdpa/layout.h"
+#include "tensors.h"
 
 namespace packed_sdpa {
 
@@ -108,6 +109,7 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
   library.def(
       "layout_in_row_order(Tensor[] tensors, int batch, int rows_q, int rows_k, int piece) -> Tensor[]",
       layout_in_row_order);
+  library.def("sent_to(Device device, Tensor host) -> Tensor", sent_to);
   library.def("storage_use_count(Tensor tensor) -> int", storage_use_count);
   library.def(
       "layout_mask(Tensor[] tensors, int batch, int rows_q, int rows_k, bool is_causal, int window_left, "

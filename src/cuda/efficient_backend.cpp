@@ -116,6 +116,14 @@ Places places_of(const at::Tensor& cu_seqlens, int64_t rows) {
   return {document, (row - cu_seqlens.index_select(0, document)).to(at::kLong)};
 }
 
+// [t] places of an lse [N, Hq, longest], as an index of its first and last dimension.
+c10::List<std::optional<at::Tensor>> index_of(const Places& places) {
+  c10::List<std::optional<at::Tensor>> index;
+  index.push_back(places.document);
+  index.push_back(places.rank);
+  return index;
+}
+
 // Rows of documents without queries.
 at::Tensor unqueried_keys(const KernelCall& part) {
   const at::Tensor counts_q = part.cu_seqlens_q.slice(0, 1) - part.cu_seqlens_q.slice(0, 0, -1);
@@ -166,7 +174,7 @@ class EfficientBackend final : public AttentionBackend {
       const std::vector<c10::IValue> outputs = forward_op().call(arguments);
       const Places places = places_of(part.cu_seqlens_q, part.query.size(0));
       const at::Tensor lse =  // [t, Hq]
-          outputs[1].toTensor().transpose(1, 2).index({places.document, places.rank});
+          at::index(outputs[1].toTensor().transpose(1, 2), index_of(places));
       const at::Tensor sees_nothing = (lse == -kInfinity).unsqueeze(2);
       return KernelResult{outputs[0].toTensor().squeeze(0).masked_fill(sees_nothing, 0.0), lse.t(),
                           at::empty({0}, part.query.options().dtype(at::kLong))};
@@ -179,11 +187,12 @@ class EfficientBackend final : public AttentionBackend {
         call, grad_out, saved, traits_for(call),
         [&](const KernelCall& part, const at::Tensor& grad_part, const KernelResult& saved_part) {
           const Places places = places_of(part.cu_seqlens_q, part.query.size(0));
-          const at::Tensor lse =  // [N, Hq, longest to whole 32], +inf where there is no row
+          at::Tensor lse =  // [N, Hq, longest to whole 32], +inf where there is no row
               at::full(
                   {part.cu_seqlens_q.numel() - 1, part.query.size(1), whole(part.max_seqlen_q, kLseMultiple)},
                   kInfinity, saved_part.lse.options());
-          lse.transpose(1, 2).index_put_({places.document, places.rank}, saved_part.lse.t());
+          at::Tensor lse_by_row = lse.transpose(1, 2);
+          lse_by_row.index_put_(index_of(places), saved_part.lse.t());
           const at::Tensor no_state = at::empty({}, at::TensorOptions(at::kLong));
           Arguments arguments = common_arguments(part, call.mask, call.scale);
           arguments.emplace_back("grad_out_", grad_part.unsqueeze(0));

@@ -127,8 +127,8 @@ def _sum_heads(gradient: Tensor, kv_heads: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def stand_ins():
-    """Registers all four for the CPU; gives the record of calls."""
+def stand_ins(*devices: str):
+    """Registers all four for these dispatch keys (the CPU alone, or with the stand-in device's); the record of calls."""
     calls = Calls()
 
     def flash_forward(
@@ -248,8 +248,11 @@ def stand_ins():
         return (*gradients, torch.empty(0))
 
     with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_flash_attention_forward", flash_forward, "CPU")
-        library.impl("_flash_attention_backward", flash_backward, "CPU")
-        library.impl("_efficient_attention_forward", efficient_forward, "CPU")
-        library.impl("_efficient_attention_backward", efficient_backward, "CPU")
+        for device in devices or ("CPU",):
+            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", device)
+            override = {"allow_override": True} if has_kernel else {}  # of a CUDA build
+            library.impl("_flash_attention_forward", flash_forward, device, **override)
+            library.impl("_flash_attention_backward", flash_backward, device, **override)
+            library.impl("_efficient_attention_forward", efficient_forward, device, **override)
+            library.impl("_efficient_attention_backward", efficient_backward, device, **override)
         yield calls

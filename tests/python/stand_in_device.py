@@ -42,7 +42,15 @@ class OnDevice(Tensor):
             return DEVICE
         raise AssertionError(f"{function} on a tensor of the stand-in device, outside of stand_in_device()")
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """Python's bindings of some methods look for the real device; their operators do not."""
+        if function is Tensor.new_zeros:
+            return OnDevice(torch.zeros(args[1:], dtype=args[0].dtype, device="cpu", **(kwargs or {})))
+        if function in (Tensor.copy_, Tensor.contiguous):
+            return getattr(aten, function.__name__)(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
     def __repr__(self):
         return f"OnDevice({self.held})"
@@ -73,7 +81,7 @@ class Waits(TorchDispatchMode):
             return DEVICE
         if function.namespace == "packed_sdpa":
             return self._ours(function, args, kwargs)
-        if function in (aten.is_pinned.default, aten._pin_memory.default):
+        if function in (aten.is_pinned.default, aten._pin_memory.default, aten.pin_memory.default):
             tensor = args[0]
             if function is aten.is_pinned.default:
                 return self.is_pinned(tensor)
