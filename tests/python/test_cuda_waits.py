@@ -5,6 +5,7 @@ Against a device that is not there (stand_in_device.py), with real values, so re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -20,6 +21,7 @@ from packed_sdpa.flash_attn_package import FlashAttnPackage
 from packed_sdpa.te import TransformerEngine
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments
+from packed_sdpa.documents import find_documents
 from packed_sdpa.functional import attention_on_tensors
 from stand_in_device import DEVICE, OnDevice, stand_in_device
 
@@ -199,6 +201,85 @@ def test_positions_on_the_device(device):
     assert device.take() == ONE_COPY
     assert_same_tensors(layout.tensors(), PackedLayout.from_position_ids(positions).tensors())
     assert layout.tensors(DEVICE).cu_seqlens_q.held.tolist() == [0, 3, 5, 6, 7, 12]
+
+
+ARGUMENTS = {
+    "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0], [0, 1, 2, 3, 0, 1, 2, 3]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [1] * 8]),
+    "input_ids": torch.zeros(2, 8, dtype=torch.int64),
+    "doc_ids": torch.tensor([[1, 1, 1, 2, 2, 3, 0, 0], [1, 1, 1, 1, 2, 2, 2, 2]], dtype=torch.int16),
+    "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.int32),
+}
+RIGHT = [[1, 1, 1, 2, 2, 3, 0, 0], [1, 1, 1, 1, 2, 2, 2, 2]]
+
+
+def boundaries(ids):
+    return (ids[:, 1:] != ids[:, :-1]).tolist(), (ids == 0).tolist()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("position_ids",),
+        ("position_ids", "attention_mask"),
+        ("position_ids", "attention_mask", "doc_ids", "seq_idx"),
+        ("attention_mask", "seq_idx"),
+    ],
+)
+def test_sources_of_documents_come_in_one_copy(device, names):
+    arguments = {name: OnDevice(ARGUMENTS[name]) for name in (*names, "input_ids")}
+    found = find_documents(arguments)
+    assert device.take() == ONE_COPY
+    right = torch.tensor(RIGHT) if "attention_mask" in names or "doc_ids" in names else found.doc_ids
+    assert boundaries(found.doc_ids) == boundaries(right)
+    on_host = find_documents({name: ARGUMENTS[name] for name in (*names, "input_ids")})
+    assert torch.equal(found.doc_ids, on_host.doc_ids) and found.source == on_host.source
+
+
+def test_indexed_and_float_masks_and_told_documents_come_in_one_copy(device):
+    indexed = {"attention_mask": OnDevice(torch.tensor(RIGHT)), "input_ids": OnDevice(ARGUMENTS["input_ids"])}
+    assert find_documents(indexed).doc_ids.tolist() == RIGHT
+    assert device.take() == ONE_COPY
+    mask = OnDevice(ARGUMENTS["attention_mask"].double())
+    told = OnDevice(torch.tensor([[7, 7, 7, 8, 8, 9, 9, 9], [1] * 4 + [2] * 4], dtype=torch.uint8))
+    found = find_documents({"attention_mask": mask, "input_ids": indexed["input_ids"]}, told)
+    assert device.take() == ONE_COPY
+    assert boundaries(found.doc_ids) == boundaries(torch.tensor(RIGHT))
+    with pytest.raises(TypeError, match="attention_mask numbers documents"):
+        find_documents({"attention_mask": OnDevice(torch.tensor(RIGHT).float())})
+    dense = OnDevice(torch.ones(2, 1, 8, 8, dtype=torch.bool))
+    assert find_documents({"attention_mask": dense}) is None
+    device.take()
+    find_documents({"attention_mask": dense, "doc_ids": OnDevice(torch.tensor(RIGHT))})
+    assert device.take() == ONE_COPY, "a mask of S x S is not read"
+
+
+def test_an_attached_forward_waits_once(device):
+    class Attention(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.self_attn = Attention()
+            self.seen = []
+
+        def forward(self, input_ids, position_ids=None, attention_mask=None):
+            self.seen.append(attention_mask)
+            return self.self_attn(torch.zeros(1))
+
+    model = Model()
+    handle = packed_sdpa.attach(model, route="hooks")
+    arguments = {name: OnDevice(ARGUMENTS[name]) for name in ("input_ids", "position_ids")}
+    for mask in (OnDevice(ARGUMENTS["attention_mask"]), OnDevice(torch.tensor(RIGHT))):
+        device.take()
+        with pytest.warns(UserWarning, match="self_attn") if not model.seen else contextlib.nullcontext():
+            model(**arguments, attention_mask=mask)
+        assert device.take() == ONE_COPY
+    assert isinstance(model.seen[0], OnDevice), "the model still gets its own tensor"
+    assert model.seen[1] is None, "an indexed mask is not passed on"
+    handle.detach()
 
 
 # --- layers and recompute -------------------------------------------------------------------------------------------
