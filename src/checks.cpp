@@ -71,10 +71,9 @@ void not_negative(int64_t smallest, const char* argument) {
 }
 
 at::Tensor host_ids(const at::Tensor& given, const char* argument, bool allow_negative) {
-  at::Tensor host =
-      ids(given, argument)
-          .to(at::TensorOptions(at::kCPU).dtype(at::kLong), /*non_blocking=*/false,
-              /*copy=*/true, at::MemoryFormat::Contiguous);
+  at::Tensor host = ids(given, argument)
+                        .to(at::TensorOptions(at::kCPU).dtype(at::kLong), /*non_blocking=*/false,
+                            /*copy=*/true, at::MemoryFormat::Contiguous);
   // Large unsigned ids wrap when they become int64; only their equality counts.
   if (!allow_negative && given.scalar_type() != at::kUInt64 && host.numel() > 0) {
     not_negative(host.min().item<int64_t>(), argument);

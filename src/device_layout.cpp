@@ -137,9 +137,10 @@ LayoutTensors device_layout(const LayoutTensors& host, int64_t batch, int64_t ro
   result.cu_seqlens_q = same_offsets(form.cu_seqlens_q, there);
   result.cu_seqlens_k = same_offsets(form.cu_seqlens_k, there);
   // The rest: one buffer, one copy.
-  std::vector<std::pair<at::Tensor*, at::Tensor>> missing = {{&result.token_index_q, form.token_index_q},
-                                                             {&result.token_index_k, form.token_index_k},
-                                                             {&result.diagonal_offsets, form.diagonal_offsets}};
+  std::vector<std::pair<at::Tensor*, at::Tensor>> missing = {
+      {&result.token_index_q, form.token_index_q},
+      {&result.token_index_k, form.token_index_k},
+      {&result.diagonal_offsets, form.diagonal_offsets}};
   if (!result.cu_seqlens_q.defined()) missing.emplace_back(&result.cu_seqlens_q, form.cu_seqlens_q);
   if (!result.cu_seqlens_k.defined()) missing.emplace_back(&result.cu_seqlens_k, form.cu_seqlens_k);
   std::vector<at::Tensor> parts;

@@ -27,8 +27,8 @@ struct DeviceOffsets {
 };
 
 // The tensors of a host layout for kernels on `device`: in row order where that pays, with the host's mirror.
-// Offsets that `there` begins with are taken from it; all else is moved in one copy that does not wait for the
-// device.
+// Offsets that `there` begins with are taken from it; all else is moved in one copy that does not wait for
+// the device.
 LayoutTensors device_layout(const LayoutTensors& host, int64_t batch, int64_t rows_q, int64_t rows_k,
                             const c10::Device& device, const DeviceOffsets& there = {});
 

@@ -46,9 +46,8 @@ IdRuns find_id_runs_on_device(const at::Tensor& checked_ids, const char* argumen
   runs.batch = ids.size(0);
   runs.rows = ids.size(1);
   const int64_t tokens = runs.batch * runs.rows;
-  const at::Tensor begins =
-      at::cat({at::ones({runs.batch, 1}, ids.options().dtype(at::kBool)), ids.slice(1, 1) != ids.slice(1, 0, -1)},
-              1);
+  const at::Tensor begins = at::cat(
+      {at::ones({runs.batch, 1}, ids.options().dtype(at::kBool)), ids.slice(1, 1) != ids.slice(1, 0, -1)}, 1);
   const at::Tensor run = begins.flatten().cumsum(0) - 1;
   const at::Tensor first = at::searchsorted(run, at::arange(capacity + 1, run.options()), /*out_int32=*/true);
   const at::Tensor values = ids.flatten();

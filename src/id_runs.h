@@ -29,6 +29,7 @@ IdRuns find_id_runs_on_device(const at::Tensor& checked_ids, const char* argumen
 // int64 [batch, rows] on the host.
 at::Tensor ids_of(const IdRuns& runs);
 
-PackedLayout layout_of(const IdRuns& runs, int64_t row_offset = 0, std::optional<int64_t> rows = std::nullopt);
+PackedLayout layout_of(const IdRuns& runs, int64_t row_offset = 0,
+                       std::optional<int64_t> rows = std::nullopt);
 
 }  // namespace packed_sdpa

@@ -31,7 +31,8 @@ struct DocumentsHolder : torch::CustomClassHolder {
   // Copies on devices, made there or asked for before.
   std::vector<std::vector<at::Tensor>> layouts_on_devices() const {
     std::vector<std::vector<at::Tensor>> lists;
-    for (const LayoutTensors& tensors : documents->layout().device_tensors()) lists.push_back(as_list(tensors));
+    for (const LayoutTensors& tensors : documents->layout().device_tensors())
+      lists.push_back(as_list(tensors));
     return lists;
   }
 

@@ -186,7 +186,12 @@ def stand_ins(*devices: str):
             gradients[2][rows_k] = _sum_heads(grad_v, kv_heads).to(query.dtype)
         return tuple(gradients)
 
-    def check_efficient(query, key, value, bias, cu_q, cu_k, max_q, max_k, dropout_p, custom_mask_type):
+    def check_efficient(query, key, value, bias, cu_q, cu_k, max_q, max_k, dropout_p, custom_mask_type, window_size):
+        """How far back a row sees, -1 without a window: the real window_size counts the row itself."""
+        if window_size is not None:
+            assert custom_mask_type == 2 and 1 <= window_size <= max(max_k, 1)
+            pairs = [(_count(q), _count(k)) for _, q, k in _segments(cu_q, cu_k)]
+            assert all(q == k for q, k in pairs if q and k), "the real backward takes the window from the top left"
         assert bias is None and dropout_p == 0.0 and custom_mask_type in (0, 2)
         assert query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0] == 1
         assert query.shape[2] == key.shape[2] == value.shape[2], "the real kernel has no grouped heads"
@@ -195,21 +200,22 @@ def stand_ins(*devices: str):
         for tensor in (query, key, value):
             assert tensor.stride(-1) == 1 and tensor.stride(1) % 4 == 0 and tensor.data_ptr() % 16 == 0
         _check_offsets(cu_q, cu_k, max_q, max_k, query.shape[1], key.shape[1])
+        return -1 if window_size is None else window_size - 1
 
     def efficient_forward(
         query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, custom_mask_type,
         compute_log_sumexp=False, *, scale=None, seqlen_k=None, window_size=None,
     ):  # fmt: skip
         calls.efficient_forward.append(dict(locals()))
-        assert seqlen_k is None and window_size is None and compute_log_sumexp and scale is not None
-        check_efficient(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                        custom_mask_type)  # fmt: skip
+        assert seqlen_k is None and compute_log_sumexp and scale is not None
+        left = check_efficient(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                               dropout_p, custom_mask_type, window_size)  # fmt: skip
         heads = query.shape[2]
         out = _garbage(query, (*query.shape[:3], value.shape[3]))
         aligned = (max_seqlen_q + 31) // 32 * 32
         lse = torch.full((cu_seqlens_q.numel() - 1, heads, aligned), math.inf)
         for document, rows_q, rows_k in _segments(cu_seqlens_q, cu_seqlens_k):
-            seen = _seen(_count(rows_q), _count(rows_k), custom_mask_type == 2, -1, -1)
+            seen = _seen(_count(rows_q), _count(rows_k), custom_mask_type == 2, left, -1)
             part, part_lse = _attend(
                 _expand(query[0, rows_q], heads), _expand(key[0, rows_k], heads), _expand(value[0, rows_k], heads),
                 scale, seen, None,
@@ -226,9 +232,9 @@ def stand_ins(*devices: str):
         num_splits_key=None, window_size=None, shared_storage_dqdkdv=False,
     ):  # fmt: skip
         calls.efficient_backward.append(dict(locals()))
-        assert not bias_requires_grad and window_size is None and num_splits_key is None and not shared_storage_dqdkdv
-        check_efficient(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                        custom_mask_type)  # fmt: skip
+        assert not bias_requires_grad and num_splits_key is None and not shared_storage_dqdkdv
+        left = check_efficient(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                               dropout_p, custom_mask_type, window_size)  # fmt: skip
         heads = query.shape[2]
         assert logsumexp.shape == (cu_seqlens_q.numel() - 1, heads, (max_seqlen_q + 31) // 32 * 32)
         assert logsumexp.stride(0) % 8 == 0 and logsumexp.stride(1) % 8 == 0
@@ -237,7 +243,7 @@ def stand_ins(*devices: str):
             if _count(rows_q) == 0 or _count(rows_k) == 0:
                 continue  # left undefined
             assert torch.isposinf(logsumexp[document, :, _count(rows_q) :]).all()
-            seen = _seen(_count(rows_q), _count(rows_k), custom_mask_type == 2, -1, -1)
+            seen = _seen(_count(rows_q), _count(rows_k), custom_mask_type == 2, left, -1)
             parts = _gradients(
                 _expand(query[0, rows_q], heads), _expand(key[0, rows_k], heads), _expand(value[0, rows_k], heads),
                 _expand(out[0, rows_q], heads), logsumexp[document, :, : _count(rows_q)],
