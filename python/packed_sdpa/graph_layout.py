@@ -102,5 +102,10 @@ class GraphLayout:
             raise ValueError(f"this GraphLayout is on {self.device}, not on {device}; make one there")
         size = self.max_documents + 1
         return LayoutTensors(
-            self._buffer.narrow(0, 0, size), self._buffer.narrow(0, size, size), self._none, self._none, self._none, self._max_seqlens
+            self._buffer.narrow(0, 0, size),
+            self._buffer.narrow(0, size, size),
+            self._none,
+            self._none,
+            self._none,
+            self._max_seqlens,
         )

@@ -128,7 +128,7 @@ def _sum_heads(gradient: Tensor, kv_heads: int) -> Tensor:
 
 @contextlib.contextmanager
 def stand_ins(*devices: str):
-    """Registers all four for these dispatch keys (the CPU alone, or with the stand-in device's); the record of calls."""
+    """Registers all four for these dispatch keys (by default the CPU's); gives the record of calls."""
     calls = Calls()
 
     def flash_forward(

@@ -17,12 +17,11 @@ import packed_sdpa
 from aten_stand_ins import stand_ins
 from oracle import check_against_oracle, random_inputs, with_gradients
 from packed_sdpa import GraphLayout, LayoutTensors, PackedLayout, graph_layout, packages, packed
-from packed_sdpa.flash_attn_package import FlashAttnPackage
-from packed_sdpa.te import TransformerEngine
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments
 from packed_sdpa.documents import find_documents
-from packed_sdpa.functional import attention_on_tensors
+from packed_sdpa.flash_attn_package import FlashAttnPackage
+from packed_sdpa.te import TransformerEngine
 from stand_in_device import DEVICE, OnDevice, stand_in_device
 
 ONE_COPY = ["aten._to_copy.default to the host"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import struct
 import subprocess
@@ -94,3 +95,19 @@ import packed_sdpa.bench_cuda
 def test_a_machine_with_torch_alone_can_run_the_check():
     asked = subprocess.run([sys.executable, "-c", _IMPORT_WITH_TORCH_ALONE], capture_output=True, text=True)
     assert asked.returncode == 0, asked.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no device")
+@pytest.mark.parametrize("required,outcome", [("", "1 skipped"), ("cuda", "1 error"), ("amx,cuda", "1 error")])
+def test_required_devices_turn_skips_into_failures(required, outcome):
+    test = "tests/python/test_backends_parity.py::test_packing[cuda-flash-one_document-bfloat16]"
+    asked = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+        capture_output=True,
+        text=True,
+        cwd=TOOLS.parent,
+        env={**os.environ, "PACKED_SDPA_REQUIRE": required},
+    )
+    assert outcome in asked.stdout, asked.stdout
+    assert asked.returncode == (1 if required else 0)
+    assert ("PACKED_SDPA_REQUIRE=cuda, but this machine has no CUDA device" in asked.stdout) == bool(required)
