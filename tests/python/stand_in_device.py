@@ -1,8 +1,8 @@
 """A CUDA device that is not there: tensors with memory of the host that say they are on ``cuda:0``.
 
-While :func:`stand_in_device` is entered, every operator on such a tensor (or that makes one) runs on the host's memory,
-and what a real device would make the host wait for is recorded: reading a value, copying to the host from it, copying
-to it from memory that is not page-locked, sizes that depend on values. Kernels of this library for CUDA run as they are.
+While :func:`stand_in_device` is entered, every operator on such a tensor, or that makes one, runs on the host's memory,
+and what a real device would make the host wait for is recorded: reading a value, copying to the host, copying from
+memory of the host that is not page-locked, sizes that depend on values. Our own kernels for CUDA run as they are.
 """
 
 from __future__ import annotations

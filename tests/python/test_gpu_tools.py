@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
 import os
 import pathlib
 import struct
 import subprocess
 import sys
+import time
 import zlib
 
 import pytest
@@ -111,3 +114,17 @@ def test_required_devices_turn_skips_into_failures(required, outcome):
     assert outcome in asked.stdout, asked.stdout
     assert asked.returncode == (1 if required else 0)
     assert ("PACKED_SDPA_REQUIRE=cuda, but this machine has no CUDA device" in asked.stdout) == bool(required)
+
+
+def test_a_step_that_runs_out_of_time_ends_with_what_it_started():
+    loader = importlib.machinery.SourceFileLoader("gpu_check", str(TOOLS / "gpu_check"))
+    gpu_check = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
+    loader.exec_module(gpu_check)
+    step = gpu_check.run(["bash", "-c", "sleep 300 & echo $!; wait"], 1.0, dict(os.environ))
+    assert not step["passed"] and step["ended"] == "stopped after 1 s" and step["seconds"] < 100
+    child = pathlib.Path("/proc", step["output"].strip(), "stat")
+    for _ in range(1000):
+        if not child.exists() or child.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError("what the step started still runs")
