@@ -51,7 +51,7 @@ std::string shape_string(const at::Tensor& tensor) {
   return text.str();
 }
 
-at::Tensor host_ids(const at::Tensor& ids, const char* argument, bool allow_negative) {
+at::Tensor ids(const at::Tensor& ids, const char* argument) {
   TORCH_CHECK_VALUE(ids.defined(), argument, " is an undefined tensor; give an integer tensor [B, S] or [S]");
   has_values(ids, argument);
   TORCH_CHECK_TYPE(is_integral_or_bool(ids.scalar_type()), argument,
@@ -59,16 +59,24 @@ at::Tensor host_ids(const at::Tensor& ids, const char* argument, bool allow_nega
                    "; convert with .long()");
   TORCH_CHECK_VALUE(ids.dim() == 1 || ids.dim() == 2, argument, " must be [B, S] or [S], got shape ",
                     shape_string(ids));
-  at::Tensor host = ids.detach().to(at::TensorOptions(at::kCPU).dtype(at::kLong), /*non_blocking=*/false,
-                                    /*copy=*/true, at::MemoryFormat::Contiguous);
-  if (host.dim() == 1) host = host.unsqueeze(0);
-  TORCH_CHECK_VALUE(host.numel() <= kMaxFlatRows, argument, " has ", host.numel(),
+  TORCH_CHECK_VALUE(ids.numel() <= kMaxFlatRows, argument, " has ", ids.numel(),
                     " entries; at most 2**31 - 1 rows of a batch are supported, so split the batch");
+  const at::Tensor rows = ids.detach();
+  return rows.dim() == 1 ? rows.unsqueeze(0) : rows;
+}
+
+void not_negative(int64_t smallest, const char* argument) {
+  TORCH_CHECK_VALUE(smallest >= 0, argument, " must not be negative, got ", smallest,
+                    "; use 0 for padding and positive ids for documents");
+}
+
+at::Tensor host_ids(const at::Tensor& given, const char* argument, bool allow_negative) {
+  at::Tensor host = ids(given, argument)
+                        .to(at::TensorOptions(at::kCPU).dtype(at::kLong), /*non_blocking=*/false,
+                            /*copy=*/true, at::MemoryFormat::Contiguous);
   // Large unsigned ids wrap when they become int64; only their equality counts.
-  if (!allow_negative && ids.scalar_type() != at::kUInt64 && host.numel() > 0) {
-    const int64_t smallest = host.min().item<int64_t>();
-    TORCH_CHECK_VALUE(smallest >= 0, argument, " must not be negative, got ", smallest,
-                      "; use 0 for padding and positive ids for documents");
+  if (!allow_negative && given.scalar_type() != at::kUInt64 && host.numel() > 0) {
+    not_negative(host.min().item<int64_t>(), argument);
   }
   return host;
 }

@@ -17,8 +17,11 @@ bool in_func_transform();
 // Python-like print of sizes: [2, 8, 16, 64].
 std::string shape_string(const at::Tensor& tensor);
 
-// doc_ids / position_ids: integer or bool, 1-D or 2-D; returns int64 [B, S] on the host, contiguous, a copy.
-at::Tensor host_ids(const at::Tensor& ids, const char* argument, bool allow_negative);
+// doc_ids / position_ids: integer or bool, 1-D or 2-D; returns [B, S] where they are. No value is looked at.
+at::Tensor ids(const at::Tensor& ids, const char* argument);
+void not_negative(int64_t smallest, const char* argument);
+// The same as int64 [B, S] on the host, contiguous, a copy, values checked.
+at::Tensor host_ids(const at::Tensor& given, const char* argument, bool allow_negative);
 // seqlens / cu_seqlens: integer, 1-D; returns int64 on the host.
 at::Tensor host_lengths(const at::Tensor& lengths, const char* argument);
 

@@ -12,9 +12,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "rows.h"
+#include "tensors.h"
 
 namespace packed_sdpa {
 
@@ -107,8 +109,21 @@ std::optional<LayoutTensors> row_order_layout(const LayoutTensors& host, int64_t
   return order.tensors(bottom_right);
 }
 
+namespace {
+
+// The offsets of `there`, cut to those of `offsets`; undefined when they are others.
+at::Tensor same_offsets(const at::Tensor& offsets, const DeviceOffsets& there) {
+  const int32_t* values = offsets.const_data_ptr<int32_t>();
+  const int64_t count = offsets.numel();
+  const bool are_there = there.device.defined() && count <= there.device.numel() &&
+                         std::equal(values, values + count, there.host.begin());
+  return are_there ? there.device.slice(0, 0, count) : at::Tensor();
+}
+
+}  // namespace
+
 LayoutTensors device_layout(const LayoutTensors& host, int64_t batch, int64_t rows_q, int64_t rows_k,
-                            const c10::Device& device) {
+                            const c10::Device& device, const DeviceOffsets& there) {
   LayoutTensors form = host;
   if (host.token_index_q.numel() > 0 || host.token_index_k.numel() > 0) {
     const std::optional<LayoutTensors> row_order = row_order_layout(host, batch, rows_q, rows_k, false);
@@ -118,22 +133,24 @@ LayoutTensors device_layout(const LayoutTensors& host, int64_t batch, int64_t ro
     };
     if (row_order && pays(*row_order)) form = *row_order;
   }
-  // One buffer, one copy; the host does not wait for it.
-  const std::vector<at::Tensor> parts = {form.cu_seqlens_q, form.cu_seqlens_k, form.token_index_q,
-                                         form.token_index_k, form.diagonal_offsets};
-  const at::Tensor buffer = at::cat(parts).to(device, /*non_blocking=*/true);
-  int64_t begin = 0;
-  const auto next = [&](const at::Tensor& part) {
-    const at::Tensor view = buffer.slice(0, begin, begin + part.numel());
-    begin += part.numel();
-    return view;
-  };
   LayoutTensors result;
-  result.cu_seqlens_q = next(form.cu_seqlens_q);
-  result.cu_seqlens_k = next(form.cu_seqlens_k);
-  result.token_index_q = next(form.token_index_q);
-  result.token_index_k = next(form.token_index_k);
-  result.diagonal_offsets = next(form.diagonal_offsets);
+  result.cu_seqlens_q = same_offsets(form.cu_seqlens_q, there);
+  result.cu_seqlens_k = same_offsets(form.cu_seqlens_k, there);
+  // The rest: one buffer, one copy.
+  std::vector<std::pair<at::Tensor*, at::Tensor>> missing = {
+      {&result.token_index_q, form.token_index_q},
+      {&result.token_index_k, form.token_index_k},
+      {&result.diagonal_offsets, form.diagonal_offsets}};
+  if (!result.cu_seqlens_q.defined()) missing.emplace_back(&result.cu_seqlens_q, form.cu_seqlens_q);
+  if (!result.cu_seqlens_k.defined()) missing.emplace_back(&result.cu_seqlens_k, form.cu_seqlens_k);
+  std::vector<at::Tensor> parts;
+  for (const auto& [place, part] : missing) parts.push_back(part);
+  const at::Tensor buffer = sent_to(device, at::cat(parts));
+  int64_t begin = 0;
+  for (const auto& [place, part] : missing) {
+    *place = buffer.slice(0, begin, begin + part.numel());
+    begin += part.numel();
+  }
   result.max_seqlens = host_mirror(form);
   return result;
 }

@@ -76,6 +76,7 @@ AttentionRequest make_request(const AttentionCall& call) {
   request.max_seqlen_k = call.layout.max_seqlens.const_data_ptr<int64_t>()[1];
   request.host_offsets = has_host_offsets(call.layout);
   request.has_gaps = has_gaps(call.layout);
+  request.has_unequal_counts = call.mask.window_left >= 0 && has_unequal_counts(call.layout);
   request.compute_capability = compute_capability(request.device);
   return request;
 }

@@ -14,6 +14,7 @@
 
 #include "checks.h"
 #include "device_layout.h"
+#include "id_runs.h"
 #include "rows.h"
 
 namespace packed_sdpa {
@@ -61,26 +62,21 @@ struct Run {
 };
 
 // Documents in order of first sight. A run whose id was seen before in its row belongs to that document.
-std::vector<Run> find_runs(const int64_t* ids, int64_t batch, int64_t rows, int32_t* num_documents) {
+std::vector<Run> document_runs(const IdRuns& found, int32_t* num_documents) {
   std::vector<Run> runs;
   int32_t documents = 0;
   std::unordered_map<int64_t, int32_t> seen;
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t* row = ids + b * rows;
-    seen.clear();
-    int64_t begin = 0;
-    while (begin < rows) {
-      const int64_t id = row[begin];
-      int64_t end = begin + 1;
-      while (end < rows && row[end] == id) ++end;
-      if (id != 0) {
-        const auto [entry, is_new] = seen.try_emplace(id, documents);
-        if (is_new) ++documents;
-        runs.push_back(
-            {entry->second, static_cast<int32_t>(b * rows + begin), static_cast<int32_t>(end - begin)});
-      }
-      begin = end;
+  int64_t end_of_row = 0;
+  for (size_t r = 0; r < found.id.size(); ++r) {
+    if (found.first[r] >= end_of_row) {
+      seen.clear();
+      end_of_row = (found.first[r] / found.rows + 1) * found.rows;
     }
+    if (found.id[r] == 0) continue;
+    const auto [entry, is_new] = seen.try_emplace(found.id[r], documents);
+    if (is_new) ++documents;
+    runs.push_back({entry->second, static_cast<int32_t>(found.first[r]),
+                    static_cast<int32_t>(found.first[r + 1] - found.first[r])});
   }
   *num_documents = documents;
   return runs;
@@ -115,10 +111,13 @@ PackedLayout PackedLayout::from_tensors(const LayoutTensors& tensors, int64_t ba
 
 PackedLayout PackedLayout::from_doc_ids(const at::Tensor& doc_ids, int64_t row_offset,
                                         std::optional<int64_t> rows) {
+  return layout_of(find_id_runs(doc_ids), row_offset, rows);
+}
+
+PackedLayout layout_of(const IdRuns& found, int64_t row_offset, std::optional<int64_t> rows) {
   const c10::InferenceMode normal_tensors(false);  // a layout outlives the mode it was made in
-  const at::Tensor ids = checks::host_ids(doc_ids, "doc_ids", /*allow_negative=*/false);
-  const int64_t batch = ids.size(0);
-  const int64_t rows_k = ids.size(1);
+  const int64_t batch = found.batch;
+  const int64_t rows_k = found.rows;
   TORCH_CHECK_VALUE(row_offset >= 0 && row_offset <= rows_k, "row_offset must be in [0, ", rows_k, "], got ",
                     row_offset);
   const int64_t rows_q = rows.value_or(rows_k - row_offset);
@@ -126,7 +125,7 @@ PackedLayout PackedLayout::from_doc_ids(const at::Tensor& doc_ids, int64_t row_o
                     "] from row_offset ", row_offset, " of ", rows_k, " rows, got ", rows_q);
 
   int32_t num_documents = 0;
-  const std::vector<Run> runs = find_runs(ids.const_data_ptr<int64_t>(), batch, rows_k, &num_documents);
+  const std::vector<Run> runs = document_runs(found, &num_documents);
 
   // Tokens of each document, in keys and in queries, and how many keys stand in front of the first query.
   std::vector<int32_t> cu_seqlens_q(static_cast<size_t>(num_documents) + 1, 0);
@@ -186,7 +185,13 @@ PackedLayout PackedLayout::from_doc_ids(const at::Tensor& doc_ids, int64_t row_o
   tensors.token_index_k = int32_tensor(token_index_k);
   tensors.diagonal_offsets = int32_tensor(diagonal_offsets);
   tensors.max_seqlens = max_seqlens_tensor(longest(tensors.cu_seqlens_q), longest(tensors.cu_seqlens_k));
-  return from_tensors(tensors, batch, rows_q, rows_k);
+  PackedLayout layout = PackedLayout::from_tensors(tensors, batch, rows_q, rows_k);
+  if (found.device_first.defined()) {
+    const at::Device device = found.device_first.device();
+    layout.data_->copies[device.str()] =
+        device_layout(layout.tensors(), batch, rows_q, rows_k, device, {found.first, found.device_first});
+  }
+  return layout;
 }
 
 PackedLayout PackedLayout::from_seqlens(const at::Tensor& seqlens, std::optional<int64_t> total) {
@@ -224,7 +229,8 @@ PackedLayout PackedLayout::from_cu_seqlens(const at::Tensor& cu_seqlens_q, const
 }
 
 PackedLayout PackedLayout::from_position_ids(const at::Tensor& position_ids) {
-  const at::Tensor positions = checks::host_ids(position_ids, "position_ids", /*allow_negative=*/true);
+  const at::Tensor given = checks::ids(position_ids, "position_ids");
+  const at::Tensor positions = given.to(given.is_cuda() ? given.device() : at::Device(at::kCPU), at::kLong);
   at::Tensor begins = at::zeros_like(positions);
   if (positions.size(1) > 0) {
     begins.narrow(1, 1, positions.size(1) - 1)
@@ -274,6 +280,13 @@ const LayoutTensors& PackedLayout::tensors(const at::Device& device) const {
   const auto [entry, is_new] = data_->copies.try_emplace(device.str());
   if (is_new) entry->second = device_layout(data_->host, data_->batch, data_->rows_q, data_->rows_k, device);
   return entry->second;
+}
+
+std::vector<LayoutTensors> PackedLayout::device_tensors() const {
+  const std::lock_guard<std::mutex> guard(data_->copies_mutex);
+  std::vector<LayoutTensors> tensors;
+  for (const auto& [device, copy] : data_->copies) tensors.push_back(copy);
+  return tensors;
 }
 
 at::Tensor PackedLayout::materialize_mask(const MaskOptions& options) const {

@@ -1,5 +1,5 @@
 // PackedLayout for Python: constructors as operators on tensors. Each returns the six LayoutTensors in their
-// order.
+// order, those of ids once more for the ids' CUDA device.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "device_layout.h"
 #include "packed_sdpa/layout.h"
+#include "tensors.h"
 
 namespace packed_sdpa {
 
@@ -18,9 +19,18 @@ std::vector<at::Tensor> as_list(const LayoutTensors& tensors) {
           tensors.token_index_k, tensors.diagonal_offsets, tensors.max_seqlens};
 }
 
+// Host tensors, and behind them those on the device of the ids (or positions) where they were read there.
+std::vector<at::Tensor> with_those_made_on(const at::Tensor& ids, const PackedLayout& layout) {
+  std::vector<at::Tensor> tensors = as_list(layout.tensors());
+  if (!ids.is_cuda() || ids.numel() == 0) return tensors;
+  const std::vector<at::Tensor> there = as_list(layout.tensors(ids.device()));
+  tensors.insert(tensors.end(), there.begin(), there.end());
+  return tensors;
+}
+
 std::vector<at::Tensor> layout_from_doc_ids(const at::Tensor& doc_ids, int64_t row_offset,
                                             std::optional<int64_t> rows) {
-  return as_list(PackedLayout::from_doc_ids(doc_ids, row_offset, rows).tensors());
+  return with_those_made_on(doc_ids, PackedLayout::from_doc_ids(doc_ids, row_offset, rows));
 }
 
 std::vector<at::Tensor> layout_from_seqlens(const at::Tensor& seqlens, std::optional<int64_t> total) {
@@ -34,7 +44,7 @@ std::vector<at::Tensor> layout_from_cu_seqlens(const at::Tensor& cu_seqlens_q, c
 }
 
 std::vector<at::Tensor> layout_from_position_ids(const at::Tensor& position_ids) {
-  return as_list(PackedLayout::from_position_ids(position_ids).tensors());
+  return with_those_made_on(position_ids, PackedLayout::from_position_ids(position_ids));
 }
 
 LayoutTensors host_layout(at::TensorList tensors, int64_t batch, int64_t rows_q, int64_t rows_k) {
@@ -83,7 +93,7 @@ void refuse_vmap(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, to
 
 }  // namespace
 
-// Composite: they take ids from any device and always give host tensors, so no device kernel of their own.
+// Composite: they take ids from any device, so no device kernel of their own.
 TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
   library.def("layout_from_doc_ids(Tensor doc_ids, int row_offset, int? rows) -> Tensor[]",
               layout_from_doc_ids);
@@ -99,6 +109,7 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
   library.def(
       "layout_in_row_order(Tensor[] tensors, int batch, int rows_q, int rows_k, int piece) -> Tensor[]",
       layout_in_row_order);
+  library.def("sent_to(Device device, Tensor host) -> Tensor", sent_to);
   library.def("storage_use_count(Tensor tensor) -> int", storage_use_count);
   library.def(
       "layout_mask(Tensor[] tensors, int batch, int rows_q, int rows_k, bool is_causal, int window_left, "

@@ -228,8 +228,8 @@ class PerDocument {
       const int64_t scores_each = num_heads_ * group.count_q * group.count_k;
       const auto count = static_cast<int64_t>(group.documents.size());
       const int64_t documents_a_step = std::clamp<int64_t>(kScoreElements / scores_each, 1, count);
-      const at::Tensor documents = at::tensor(group.documents, at::TensorOptions(at::kLong))
-                                       .to(query_.device(), /*non_blocking=*/true);
+      const at::Tensor documents =
+          sent_to(query_.device(), at::tensor(group.documents, at::TensorOptions(at::kLong)));
       for (int64_t begin = 0; begin < count; begin += documents_a_step) {
         const int64_t end = std::min(begin + documents_a_step, count);
         visit(group, make_step(call_, group, documents.slice(0, begin, end)));

@@ -47,6 +47,7 @@ constexpr int64_t kMirrorFlags = 2;
 constexpr int64_t kMirrorOffsets = 3;
 constexpr int64_t kHasGaps = 1;
 constexpr int64_t kHasBlindRows = 2;
+constexpr int64_t kHasUnequalCounts = 4;
 
 bool has_mirror(const LayoutTensors& layout) {
   return layout.max_seqlens.numel() > kMirrorOffsets;
@@ -123,8 +124,21 @@ bool has_blind_rows(const LayoutTensors& layout) {
   return false;
 }
 
+bool has_unequal_counts(const LayoutTensors& layout) {
+  if (!layout.cu_seqlens_q.is_cpu()) return mirror_flag(layout, kHasUnequalCounts);
+  const int32_t* q = layout.cu_seqlens_q.const_data_ptr<int32_t>();
+  const int32_t* k = layout.cu_seqlens_k.const_data_ptr<int32_t>();
+  for (int64_t d = 0; d + 1 < layout.cu_seqlens_q.numel(); ++d) {
+    const int32_t count_q = q[d + 1] - q[d];
+    const int32_t count_k = k[d + 1] - k[d];
+    if (count_q > 0 && count_k > 0 && count_q != count_k) return true;
+  }
+  return false;
+}
+
 at::Tensor host_mirror(const LayoutTensors& host) {
-  const int64_t flags = (has_gaps(host) ? kHasGaps : 0) | (has_blind_rows(host) ? kHasBlindRows : 0);
+  const int64_t flags = (has_gaps(host) ? kHasGaps : 0) | (has_blind_rows(host) ? kHasBlindRows : 0) |
+                        (has_unequal_counts(host) ? kHasUnequalCounts : 0);
   return at::cat({host.max_seqlens.slice(0, 0, 2), at::tensor({flags}, at::kLong),
                   host.cu_seqlens_q.to(at::kLong), host.cu_seqlens_k.to(at::kLong)});
 }

@@ -35,6 +35,8 @@ bool has_gaps(const LayoutTensors& layout);
 // Some query may see no key at all (padding told as a document, more queries than keys): where a kernel's lse
 // is not -inf by itself. True where it is not known.
 bool has_blind_rows(const LayoutTensors& layout);
+// Some document has queries and keys, but not as many of one as of the other. A GraphLayout never has.
+bool has_unequal_counts(const LayoutTensors& layout);
 // max_seqlens of a host layout with the mirror behind it.
 at::Tensor host_mirror(const LayoutTensors& host);
 

@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "checks.h"
+#include "id_runs.h"
 #include "packed_sdpa/backend.h"
 #include "state_internal.h"
 
@@ -220,9 +220,8 @@ DocumentsPtr resolve(const Caller& caller) {
 std::shared_ptr<const ArmedDocuments> ArmedDocuments::make(const at::Tensor& doc_ids,
                                                            const std::string& backend) {
   check_backend_name(backend);
-  at::Tensor ids = checks::host_ids(doc_ids, "doc_ids", /*allow_negative=*/false);
-  PackedLayout layout = PackedLayout::from_doc_ids(ids);
-  auto documents = std::make_shared<const Documents>(std::move(ids), std::move(layout), backend);
+  const IdRuns runs = find_id_runs(doc_ids);
+  auto documents = std::make_shared<const Documents>(ids_of(runs), layout_of(runs), backend);
   registry().add(documents);
   return documents;
 }

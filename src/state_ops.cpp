@@ -16,15 +16,24 @@ namespace packed_sdpa {
 
 namespace {
 
+std::vector<at::Tensor> as_list(const LayoutTensors& tensors) {
+  return {tensors.cu_seqlens_q,  tensors.cu_seqlens_k,     tensors.token_index_q,
+          tensors.token_index_k, tensors.diagonal_offsets, tensors.max_seqlens};
+}
+
 struct DocumentsHolder : torch::CustomClassHolder {
   explicit DocumentsHolder(DocumentsPtr held) : documents(std::move(held)) {}
   DocumentsHolder(const at::Tensor& doc_ids, std::string backend)
       : documents(ArmedDocuments::make(doc_ids, backend)) {}
 
-  std::vector<at::Tensor> layout() const {
-    const LayoutTensors& tensors = documents->layout().tensors();
-    return {tensors.cu_seqlens_q,  tensors.cu_seqlens_k,     tensors.token_index_q,
-            tensors.token_index_k, tensors.diagonal_offsets, tensors.max_seqlens};
+  std::vector<at::Tensor> layout() const { return as_list(documents->layout().tensors()); }
+
+  // Copies on devices, made there or asked for before.
+  std::vector<std::vector<at::Tensor>> layouts_on_devices() const {
+    std::vector<std::vector<at::Tensor>> lists;
+    for (const LayoutTensors& tensors : documents->layout().device_tensors())
+      lists.push_back(as_list(tensors));
+    return lists;
   }
 
   DocumentsPtr documents;
@@ -134,7 +143,8 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
            [](const c10::intrusive_ptr<DocumentsHolder>& self) { return self->documents->doc_ids(); })
       .def("backend",
            [](const c10::intrusive_ptr<DocumentsHolder>& self) { return self->documents->backend(); })
-      .def("layout", &DocumentsHolder::layout);
+      .def("layout", &DocumentsHolder::layout)
+      .def("layouts_on_devices", &DocumentsHolder::layouts_on_devices);
   library.class_<TokenHolder>("SharedVariableToken");
   library.class_<SharedVariable>("SharedVariable")
       .def(torch::init<bool>())

@@ -34,4 +34,9 @@ Gradients empty_gradients(const AttentionCall& call) {
           empty_laid_out_like(call.value, call.value.sym_size(3))};
 }
 
+at::Tensor sent_to(at::Device device, const at::Tensor& host) {
+  if (host.numel() == 0) return at::empty(host.sizes(), host.options().device(device));
+  return (device.is_cuda() ? host.pin_memory() : host).to(device, /*non_blocking=*/true);
+}
+
 }  // namespace packed_sdpa

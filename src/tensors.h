@@ -16,4 +16,8 @@ c10::ScalarType lse_dtype(c10::ScalarType dtype);
 ForwardResult empty_forward_result(const AttentionCall& call);  // rng_state is an empty int64 tensor
 Gradients empty_gradients(const AttentionCall& call);
 
+// A host tensor's copy on `device`, which neither waits for the device nor is waited for: memory that is not
+// page-locked might first be staged, behind the work of the stream.
+at::Tensor sent_to(at::Device device, const at::Tensor& host);
+
 }  // namespace packed_sdpa

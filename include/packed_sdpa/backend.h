@@ -32,8 +32,11 @@ struct AttentionRequest {
   int64_t num_documents = 0;
   int64_t max_seqlen_q = 0;
   int64_t max_seqlen_k = 0;
-  bool host_offsets = true;    // the offsets are on the host too, so a backend may plan with them
-  bool has_gaps = false;       // some document has other rows between its own
+  bool host_offsets = true;  // the offsets are on the host too, so a backend may plan with them
+  bool has_gaps = false;     // some document has other rows between its own
+  // Some document has queries and keys, but not as many of one as of the other; looked at where there is a
+  // window.
+  bool has_unequal_counts = false;
   int compute_capability = 0;  // of a CUDA device: 80 for 8.0; 0 when not known
 };
 

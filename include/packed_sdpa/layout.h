@@ -8,8 +8,11 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 namespace packed_sdpa {
+
+struct IdRuns;
 
 // The tensors that travel with a call. All are on one device but max_seqlens, which stays on the host.
 // Offsets index the *gathered* order, in which the tokens of a document stand side by side; token_index_*
@@ -43,7 +46,8 @@ class PackedLayout {
  public:
   // doc_ids: integer or bool [B, S] or [S], any device; 0 is padding, equal ids of one row are one document.
   // Ids are copied. Queries are rows row_offset .. row_offset + rows of each batch row (rows: the rest when
-  // not given).
+  // not given). Ids on a CUDA device are searched for documents there; the host waits for them once, and
+  // tensors(device) of that device does not wait again.
   static PackedLayout from_doc_ids(const at::Tensor& doc_ids, int64_t row_offset = 0,
                                    std::optional<int64_t> rows = std::nullopt);
   // seqlens: integer [N], lengths of the documents of one row of `total` tokens (their sum when not given);
@@ -80,11 +84,14 @@ class PackedLayout {
   // documents (q = n, k = 0) and (q = 0, k = n), which saves a gather; totals and maxima are then those of
   // that form.
   const LayoutTensors& tensors(const at::Device& device) const;
+  // Those that exist by now, one a device.
+  std::vector<LayoutTensors> device_tensors() const;
 
   // Dense bool mask [B, L, S], true where a query sees a key. O(B * L * S): for debugging and tests only.
   at::Tensor materialize_mask(const MaskOptions& options = {}) const;
 
  private:
+  friend PackedLayout layout_of(const IdRuns& runs, int64_t row_offset, std::optional<int64_t> rows);
   struct Data;
   explicit PackedLayout(std::shared_ptr<const Data> data) : data_(std::move(data)) {}
   std::shared_ptr<const Data> data_;

@@ -51,7 +51,8 @@ class ArmedDocuments:
         self.id: int = core.id()
         self.doc_ids: Tensor = core.doc_ids()  # int64 [B, S], host
         self.batch, self.rows = self.doc_ids.shape
-        self.layout = PackedLayout(LayoutTensors(*core.layout()), self.batch, self.rows, self.rows)
+        copies = tuple(LayoutTensors(*tensors) for tensors in core.layouts_on_devices())
+        self.layout = PackedLayout(LayoutTensors(*core.layout()), self.batch, self.rows, self.rows, copies)
         self.backend: str = core.backend()
         self.choices: dict[tuple[object, ...], Choice] = {}  # which backend took a call of that kind
         _alive[self.id] = self

@@ -35,6 +35,7 @@ from packed_sdpa.documents import (
     check_keywords,
     find_documents,
     is_indexed_mask,
+    sources_on_host,
 )
 from packed_sdpa.guard import add_around, arounds_of, remove_around
 from packed_sdpa.hooks import BREAKS_AT_ATTENTION, forward_scope, hook_attention, new_attachment, run_scoped
@@ -218,7 +219,7 @@ class Attachment:
         running = scope_of(self.ledger)
         if running is not None and (running.documents is not None or seen <= running.seen):
             return None
-        documents = self._find(arguments, args, kwargs, outermost=running is None)
+        documents, arguments = self._find(arguments, args, kwargs, outermost=running is None)
         kwargs = {name: value for name, value in kwargs.items() if self._goes_on(module, name)}
         if documents is None and (_torch_private.in_func_transform() or _torch_private.tracer() is not None):
             return ForwardScope(self.ledger, None, seen, self.on_mask, None), args, kwargs  # no values can be read
@@ -240,19 +241,24 @@ class Attachment:
         run = run_scoped if torch.compiler.is_exporting() else self._run_scoped
         return run(armed, self.number, proceed, args, kwargs)
 
-    def _find(self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool) -> Documents | None:
+    def _find(
+        self, arguments: dict[str, Any], args: tuple, kwargs: dict, outermost: bool
+    ) -> tuple[Documents | None, dict[str, Any]]:
+        """The documents, and the arguments with those on the host that had to be read."""
         tracer = _torch_private.tracer()
         if tracer == JIT_TRACE:
             self._refuse_jit_trace()
         if _torch_private.in_func_transform():
-            return self._none_in_a_transform(arguments)
+            return self._none_in_a_transform(arguments), arguments
         if tracer is not None:
-            return self._none_in_a_tracer(arguments, tracer)
+            return self._none_in_a_tracer(arguments, tracer), arguments
         told = None
         if callable(self.documents):
             told = self.documents(*args, **kwargs) if outermost else None
             if told is None:
-                return None
+                return None, arguments
+        if self.documents is not None:
+            arguments, told = sources_on_host(arguments, told)
         armed = None
         if self.documents is None:
             documents = armed = _documents_armed_here()
@@ -275,7 +281,7 @@ class Attachment:
                 )
             if documents is not armed:
                 self.ledger.layouts_built += 1
-        return documents
+        return documents, arguments
 
     def _refuse_jit_trace(self) -> NoReturn:
         name = type(self.model()).__name__

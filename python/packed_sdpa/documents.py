@@ -83,6 +83,39 @@ def from_doc_ids(doc_ids: Tensor, source: str = "doc_ids", backend: str = "auto"
     return Documents(ArmedDocuments(doc_ids, backend), source)
 
 
+def sources_on_host(arguments: Mapping[str, Any], told: Any = None) -> tuple[dict[str, Any], Any]:
+    """``arguments`` and ``told`` with what :func:`find_documents` reads copied to the host, in one copy a device.
+
+    Read one by one, each of them would make the host wait for its device once more.
+    """
+    host = dict(arguments)
+    read = {name: host[name] for name in SOURCE_KEYWORDS if _is_read(name, host.get(name))}
+    if _is_read("documents", told):
+        read[_TOLD] = told
+    for device in {tensor.device for tensor in read.values()}:
+        there = {name: tensor.detach() for name, tensor in read.items() if tensor.device == device}
+        copied = torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in there.values()]).cpu()
+        parts = copied.split([tensor.numel() * tensor.element_size() for tensor in there.values()])
+        for (name, tensor), part in zip(there.items(), parts, strict=True):
+            host[name] = part.clone().view(tensor.dtype).view(tensor.shape)  # a copy starts where its dtype may
+    return host, host.pop(_TOLD, told)
+
+
+_TOLD = "documents="  # no parameter's name
+
+
+def _is_read(name: str, value: Any) -> bool:
+    """A plain tensor of a device whose values tell documents: ids or lengths, never an S x S mask."""
+    return (
+        isinstance(value, Tensor)
+        and not hasattr(value, "__tensor_flatten__")  # as DTensor, which is read its own way
+        and value.device.type not in ("cpu", "meta")
+        and value.layout == torch.strided
+        and not value.is_nested
+        and 1 <= value.dim() <= (3 if name == "position_ids" else 2)
+    )
+
+
 def find_documents(
     arguments: Mapping[str, Any], told: Any = None, told_by: str = "documents", backend: str = "auto"
 ) -> Documents | None:
@@ -93,6 +126,7 @@ def find_documents(
 
     Raises ValueError for a source of the wrong shape, and when two sources disagree.
     """
+    arguments, told = sources_on_host(arguments, told)
     shape = _batch_shape(arguments)
     padding_mask = _padding_mask(arguments, shape)
     claims = [] if told is None else [_told_claim(told, told_by, shape)]

@@ -70,7 +70,7 @@ class GraphLayout:
         shape = (1, *doc_ids.shape) if doc_ids.dim() == 1 else tuple(doc_ids.shape)
         if shape != (self.batch, self.rows_k):
             raise ValueError(f"doc_ids must be [{self.batch}, {self.rows_k}] as this layout, got {list(doc_ids.shape)}")
-        host = ops.layout_from_doc_ids(doc_ids, 0, None)
+        host = ops.layout_from_doc_ids(doc_ids, 0, None)[:6]
         in_order = ops.layout_in_row_order(host, self.batch, self.rows_q, self.rows_k, self.max_seqlen)
         if not in_order:
             raise ValueError(
@@ -93,7 +93,8 @@ class GraphLayout:
         for row, offsets in zip(filled, (form.cu_seqlens_q, form.cu_seqlens_k), strict=True):
             row[: count + 1] = offsets
             row[count + 1 :] = offsets[-1]
-        self._buffer.copy_(filled.view(-1), non_blocking=True)
+        flat = filled.view(-1)
+        self._buffer.copy_(flat.pin_memory() if self.device.type == "cuda" else flat, non_blocking=True)
 
     def tensors(self, device: torch.device | str | None = None) -> LayoutTensors:
         """Views of the buffers, for one call."""
@@ -101,5 +102,10 @@ class GraphLayout:
             raise ValueError(f"this GraphLayout is on {self.device}, not on {device}; make one there")
         size = self.max_documents + 1
         return LayoutTensors(
-            self._buffer[:size], self._buffer[size:], self._none, self._none, self._none, self._max_seqlens
+            self._buffer.narrow(0, 0, size),
+            self._buffer.narrow(0, size, size),
+            self._none,
+            self._none,
+            self._none,
+            self._max_seqlens,
         )

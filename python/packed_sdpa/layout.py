@@ -35,6 +35,10 @@ def host_offsets(layout: LayoutTensors) -> tuple[Tensor, Tensor] | None:
     return (mirror[:count], mirror[count:]) if mirror.numel() > 0 else None
 
 
+def _by_sixes(tensors: list[Tensor]) -> list[LayoutTensors]:
+    return [LayoutTensors(*tensors[begin : begin + 6]) for begin in range(0, len(tensors), 6)]
+
+
 def _tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}; pass torch.as_tensor(...)")
@@ -55,9 +59,11 @@ class PackedLayout:
     _host: LayoutTensors
     _copies: dict[torch.device, LayoutTensors]
 
-    def __init__(self, tensors: LayoutTensors, batch: int, rows_q: int, rows_k: int) -> None:
+    def __init__(
+        self, tensors: LayoutTensors, batch: int, rows_q: int, rows_k: int, copies: tuple[LayoutTensors, ...] = ()
+    ) -> None:
         object.__setattr__(self, "_host", tensors)
-        object.__setattr__(self, "_copies", {})
+        object.__setattr__(self, "_copies", {copy.cu_seqlens_q.device: copy for copy in copies})
         object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "rows_q", rows_q)
         object.__setattr__(self, "rows_k", rows_k)
@@ -75,12 +81,15 @@ class PackedLayout:
         Queries are rows ``row_offset .. row_offset + rows`` of each batch row (``rows=None``: the rest). An id that
         comes back after a gap in the same row is the same document; equal ids of different rows are not.
 
+        Ids on a CUDA device are searched there; the host waits for them once, and ``tensors`` of that device then for
+        nothing. (A batch of more than max(2**15, tokens / 4) stretches of equal ids makes it wait twice.)
+
         Raises ValueError (shape, negative ids, rows out of range) or TypeError (float ids).
         """
-        tensors = LayoutTensors(*ops.layout_from_doc_ids(_tensor("doc_ids", doc_ids), row_offset, rows))
+        tensors, *copies = _by_sixes(ops.layout_from_doc_ids(_tensor("doc_ids", doc_ids), row_offset, rows))
         size = doc_ids.shape[-1]
         batch = doc_ids.shape[0] if doc_ids.dim() == 2 else 1
-        return cls(tensors, batch, size - row_offset if rows is None else rows, size)
+        return cls(tensors, batch, size - row_offset if rows is None else rows, size, tuple(copies))
 
     @classmethod
     def from_seqlens(cls, seqlens: Tensor | list[int], total: int | None = None) -> PackedLayout:
@@ -110,9 +119,9 @@ class PackedLayout:
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> PackedLayout:
         """position_ids: ``[B, S]`` or ``[S]``; a document begins where one is not its left neighbour plus one."""
-        tensors = LayoutTensors(*ops.layout_from_position_ids(_tensor("position_ids", position_ids)))
+        tensors, *copies = _by_sixes(ops.layout_from_position_ids(_tensor("position_ids", position_ids)))
         batch = position_ids.shape[0] if position_ids.dim() == 2 else 1
-        return cls(tensors, batch, position_ids.shape[-1], position_ids.shape[-1])
+        return cls(tensors, batch, position_ids.shape[-1], position_ids.shape[-1], tuple(copies))
 
     @property
     def num_documents(self) -> int:
@@ -145,6 +154,8 @@ class PackedLayout:
             device = torch.device(device)
         if device.type == "cpu":
             return self._host
+        if device.index is None and not torch.compiler.is_compiling():
+            device = torch.empty(0, device=device).device  # with the index of the current one
         copies: dict[torch.device, LayoutTensors] = self._copies
         if device not in copies:
             if torch.compiler.is_compiling():

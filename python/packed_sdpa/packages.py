@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from packed_sdpa._library import ops
 from packed_sdpa.layout import LayoutTensors, host_offsets
 
 
@@ -126,9 +127,9 @@ def _side(tensor: Tensor, offsets: Tensor, kept: Tensor, token_index: Tensor) ->
     if token_index.numel() > 0:
         index = token_index.long()
         if not bool(kept.all()):
-            index = index[_ranges(offsets[:-1][kept], counts).to(tensor.device, non_blocking=True)]
+            index = index.index_select(0, ops.sent_to(tensor.device, _ranges(offsets[:-1][kept], counts)))
     elif total != packed.shape[0]:
-        index = _ranges(offsets[:-1][kept], counts).to(tensor.device, non_blocking=True)
+        index = ops.sent_to(tensor.device, _ranges(offsets[:-1][kept], counts))
     return (packed if index is None else packed.index_select(0, index)), new_offsets, index
 
 
@@ -149,13 +150,15 @@ def packed_rows(call: PackageCall) -> RealRows | None:
     query, new_q, index_q = _side(call.query, offsets_q, kept, call.layout.token_index_q)
     key, new_k, _ = _side(call.key, offsets_k, kept, call.layout.token_index_k)
     value, _, _ = _side(call.value, offsets_k, kept, call.layout.token_index_k)
-    device = call.query.device
+    cu_seqlens_q, cu_seqlens_k = call.layout.cu_seqlens_q, call.layout.cu_seqlens_k  # there already
+    if not bool(kept.all()):
+        cu_seqlens_q, cu_seqlens_k = (ops.sent_to(call.query.device, new.int()) for new in (new_q, new_k))
     return RealRows(
         query,
         key,
         value,
-        new_q.int().to(device, non_blocking=True),
-        new_k.int().to(device, non_blocking=True),
+        cu_seqlens_q,
+        cu_seqlens_k,
         int(new_q.diff().max()),
         int(new_k.diff().max()),
         index_q,

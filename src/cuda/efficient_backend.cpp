@@ -9,7 +9,10 @@
 //   undefined: these rows are set to zero here;
 // - dropout's random state is on the host, and its counters overlap between documents of different length:
 // refused;
-// - windows: refused until their meaning in this kernel has been seen on hardware.
+// - window_size (kernel_forward.h, kernel_backward.h; the same in 2.11) is for causal masks only and counts
+// the
+//   row itself: key > place - window_size, so it is left + 1. Forward takes place = query + keys - queries,
+//   backward place = query: equal only where documents have as many queries as keys, others are refused.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -79,22 +82,28 @@ at::Tensor sum_heads(const at::Tensor& rows, int64_t num_kv_heads) {
 
 Arguments common_arguments(const KernelCall& part, const MaskOptions& mask, double scale) {
   const bool has_rows = part.query.defined();
-  return {{"query", has_rows ? c10::IValue(part.query.unsqueeze(0)) : c10::IValue()},
-          {"key", has_rows ? c10::IValue(repeat_heads(part.key, part.query.size(1))) : c10::IValue()},
-          {"value", has_rows ? c10::IValue(repeat_heads(part.value, part.query.size(1))) : c10::IValue()},
-          {"bias", c10::IValue()},
-          {"cu_seqlens_q", part.cu_seqlens_q},
-          {"cu_seqlens_k", part.cu_seqlens_k},
-          {"max_seqlen_q", part.max_seqlen_q},
-          {"max_seqlen_k", part.max_seqlen_k},
-          {"dropout_p", 0.0},
-          {"custom_mask_type", mask.is_causal ? kCausalFromBottomRight : kNoMask},
-          {"scale", scale}};
+  Arguments arguments = {
+      {"query", has_rows ? c10::IValue(part.query.unsqueeze(0)) : c10::IValue()},
+      {"key", has_rows ? c10::IValue(repeat_heads(part.key, part.query.size(1))) : c10::IValue()},
+      {"value", has_rows ? c10::IValue(repeat_heads(part.value, part.query.size(1))) : c10::IValue()},
+      {"bias", c10::IValue()},
+      {"cu_seqlens_q", part.cu_seqlens_q},
+      {"cu_seqlens_k", part.cu_seqlens_k},
+      {"max_seqlen_q", part.max_seqlen_q},
+      {"max_seqlen_k", part.max_seqlen_k},
+      {"dropout_p", 0.0},
+      {"custom_mask_type", mask.is_causal ? kCausalFromBottomRight : kNoMask},
+      {"scale", scale}};
+  if (mask.window_left >= 0) {  // int32 in the kernel, which adds to it: no longer than a document
+    const int64_t longest = std::max<int64_t>(part.max_seqlen_k, 1);
+    arguments.emplace_back("window_size", std::min(mask.window_left, longest - 1) + 1);
+  }
+  return arguments;
 }
 
-std::vector<std::string> schema_reasons() {
-  const auto reasons_of = [](const AtenOp& op, std::vector<std::string_view> names) {
-    for (const AtenOp::Argument& argument : common_arguments({}, {}, 1.0)) names.push_back(argument.first);
+std::vector<std::string> schema_reasons(const MaskOptions& mask) {
+  const auto reasons_of = [&](const AtenOp& op, std::vector<std::string_view> names) {
+    for (const AtenOp::Argument& argument : common_arguments({}, mask, 1.0)) names.push_back(argument.first);
     return op.schema_reasons(names);
   };
   std::vector<std::string> reasons = reasons_of(forward_op(), {"compute_log_sumexp"});
@@ -116,6 +125,14 @@ Places places_of(const at::Tensor& cu_seqlens, int64_t rows) {
   return {document, (row - cu_seqlens.index_select(0, document)).to(at::kLong)};
 }
 
+// [t] places of an lse [N, Hq, longest], as an index of its first and last dimension.
+c10::List<std::optional<at::Tensor>> index_of(const Places& places) {
+  c10::List<std::optional<at::Tensor>> index;
+  index.push_back(places.document);
+  index.push_back(places.rank);
+  return index;
+}
+
 // Rows of documents without queries.
 at::Tensor unqueried_keys(const KernelCall& part) {
   const at::Tensor counts_q = part.cu_seqlens_q.slice(0, 1) - part.cu_seqlens_q.slice(0, 0, -1);
@@ -135,8 +152,9 @@ class EfficientBackend final : public AttentionBackend {
       return {"this torch has no " + forward_op().name() + " for " +
               c10::DeviceTypeName(request.device.type(), /*lower_case=*/true)};
     }
-    static const std::vector<std::string> not_known = schema_reasons();
-    std::vector<std::string> reasons = not_known;
+    static const std::vector<std::string> without_window = schema_reasons({/*is_causal=*/true, -1, -1});
+    static const std::vector<std::string> with_window = schema_reasons({/*is_causal=*/true, 0, 0});
+    std::vector<std::string> reasons = request.mask.window_left >= 0 ? with_window : without_window;
     const auto refuse_if = [&](bool condition, const std::string& reason) {
       if (condition) reasons.push_back(reason);
     };
@@ -145,9 +163,14 @@ class EfficientBackend final : public AttentionBackend {
     refuse_if(request.dropout_p > 0.0,
               "its dropout keeps random state on the host and shares it between documents (dropout_p " +
                   std::to_string(request.dropout_p) + ")");
-    refuse_if(request.mask.window_left >= 0 || (!request.mask.is_causal && request.mask.window_right >= 0),
-              "it takes no window (" + std::to_string(request.mask.window_left) + ", " +
+    const bool has_window = request.mask.window_left >= 0;
+    refuse_if(!request.mask.is_causal && (has_window || request.mask.window_right >= 0),
+              "it takes windows with is_causal only (" + std::to_string(request.mask.window_left) + ", " +
                   std::to_string(request.mask.window_right) + ")");
+    refuse_if(has_window && (request.has_unequal_counts || !request.bottom_right),
+              "it takes windows of documents with as many queries as keys only");
+    refuse_if(has_window && request.has_gaps,
+              "a window counts rows, and a document here has other rows between its own");
     refuse_if(!request.bottom_right && !request.mask.is_causal,
               "queries that do not end with their document's keys need is_causal");
     const int64_t documents = documents_for_kernel(request);
@@ -166,7 +189,7 @@ class EfficientBackend final : public AttentionBackend {
       const std::vector<c10::IValue> outputs = forward_op().call(arguments);
       const Places places = places_of(part.cu_seqlens_q, part.query.size(0));
       const at::Tensor lse =  // [t, Hq]
-          outputs[1].toTensor().transpose(1, 2).index({places.document, places.rank});
+          at::index(outputs[1].toTensor().transpose(1, 2), index_of(places));
       const at::Tensor sees_nothing = (lse == -kInfinity).unsqueeze(2);
       return KernelResult{outputs[0].toTensor().squeeze(0).masked_fill(sees_nothing, 0.0), lse.t(),
                           at::empty({0}, part.query.options().dtype(at::kLong))};
@@ -179,11 +202,12 @@ class EfficientBackend final : public AttentionBackend {
         call, grad_out, saved, traits_for(call),
         [&](const KernelCall& part, const at::Tensor& grad_part, const KernelResult& saved_part) {
           const Places places = places_of(part.cu_seqlens_q, part.query.size(0));
-          const at::Tensor lse =  // [N, Hq, longest to whole 32], +inf where there is no row
+          at::Tensor lse =  // [N, Hq, longest to whole 32], +inf where there is no row
               at::full(
                   {part.cu_seqlens_q.numel() - 1, part.query.size(1), whole(part.max_seqlen_q, kLseMultiple)},
                   kInfinity, saved_part.lse.options());
-          lse.transpose(1, 2).index_put_({places.document, places.rank}, saved_part.lse.t());
+          at::Tensor lse_by_row = lse.transpose(1, 2);
+          lse_by_row.index_put_(index_of(places), saved_part.lse.t());
           const at::Tensor no_state = at::empty({}, at::TensorOptions(at::kLong));
           Arguments arguments = common_arguments(part, call.mask, call.scale);
           arguments.emplace_back("grad_out_", grad_part.unsqueeze(0));

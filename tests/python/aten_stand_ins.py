@@ -127,8 +127,8 @@ def _sum_heads(gradient: Tensor, kv_heads: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def stand_ins():
-    """Registers all four for the CPU; gives the record of calls."""
+def stand_ins(*devices: str):
+    """Registers all four for these dispatch keys (by default the CPU's); gives the record of calls."""
     calls = Calls()
 
     def flash_forward(
@@ -186,7 +186,12 @@ def stand_ins():
             gradients[2][rows_k] = _sum_heads(grad_v, kv_heads).to(query.dtype)
         return tuple(gradients)
 
-    def check_efficient(query, key, value, bias, cu_q, cu_k, max_q, max_k, dropout_p, custom_mask_type):
+    def check_efficient(query, key, value, bias, cu_q, cu_k, max_q, max_k, dropout_p, custom_mask_type, window_size):
+        """How far back a row sees, -1 without a window: the real window_size counts the row itself."""
+        if window_size is not None:
+            assert custom_mask_type == 2 and 1 <= window_size <= max(max_k, 1)
+            pairs = [(_count(q), _count(k)) for _, q, k in _segments(cu_q, cu_k)]
+            assert all(q == k for q, k in pairs if q and k), "the real backward takes the window from the top left"
         assert bias is None and dropout_p == 0.0 and custom_mask_type in (0, 2)
         assert query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0] == 1
         assert query.shape[2] == key.shape[2] == value.shape[2], "the real kernel has no grouped heads"
@@ -195,21 +200,22 @@ def stand_ins():
         for tensor in (query, key, value):
             assert tensor.stride(-1) == 1 and tensor.stride(1) % 4 == 0 and tensor.data_ptr() % 16 == 0
         _check_offsets(cu_q, cu_k, max_q, max_k, query.shape[1], key.shape[1])
+        return -1 if window_size is None else window_size - 1
 
     def efficient_forward(
         query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, custom_mask_type,
         compute_log_sumexp=False, *, scale=None, seqlen_k=None, window_size=None,
     ):  # fmt: skip
         calls.efficient_forward.append(dict(locals()))
-        assert seqlen_k is None and window_size is None and compute_log_sumexp and scale is not None
-        check_efficient(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                        custom_mask_type)  # fmt: skip
+        assert seqlen_k is None and compute_log_sumexp and scale is not None
+        left = check_efficient(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                               dropout_p, custom_mask_type, window_size)  # fmt: skip
         heads = query.shape[2]
         out = _garbage(query, (*query.shape[:3], value.shape[3]))
         aligned = (max_seqlen_q + 31) // 32 * 32
         lse = torch.full((cu_seqlens_q.numel() - 1, heads, aligned), math.inf)
         for document, rows_q, rows_k in _segments(cu_seqlens_q, cu_seqlens_k):
-            seen = _seen(_count(rows_q), _count(rows_k), custom_mask_type == 2, -1, -1)
+            seen = _seen(_count(rows_q), _count(rows_k), custom_mask_type == 2, left, -1)
             part, part_lse = _attend(
                 _expand(query[0, rows_q], heads), _expand(key[0, rows_k], heads), _expand(value[0, rows_k], heads),
                 scale, seen, None,
@@ -226,9 +232,9 @@ def stand_ins():
         num_splits_key=None, window_size=None, shared_storage_dqdkdv=False,
     ):  # fmt: skip
         calls.efficient_backward.append(dict(locals()))
-        assert not bias_requires_grad and window_size is None and num_splits_key is None and not shared_storage_dqdkdv
-        check_efficient(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                        custom_mask_type)  # fmt: skip
+        assert not bias_requires_grad and num_splits_key is None and not shared_storage_dqdkdv
+        left = check_efficient(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                               dropout_p, custom_mask_type, window_size)  # fmt: skip
         heads = query.shape[2]
         assert logsumexp.shape == (cu_seqlens_q.numel() - 1, heads, (max_seqlen_q + 31) // 32 * 32)
         assert logsumexp.stride(0) % 8 == 0 and logsumexp.stride(1) % 8 == 0
@@ -237,7 +243,7 @@ def stand_ins():
             if _count(rows_q) == 0 or _count(rows_k) == 0:
                 continue  # left undefined
             assert torch.isposinf(logsumexp[document, :, _count(rows_q) :]).all()
-            seen = _seen(_count(rows_q), _count(rows_k), custom_mask_type == 2, -1, -1)
+            seen = _seen(_count(rows_q), _count(rows_k), custom_mask_type == 2, left, -1)
             parts = _gradients(
                 _expand(query[0, rows_q], heads), _expand(key[0, rows_k], heads), _expand(value[0, rows_k], heads),
                 _expand(out[0, rows_q], heads), logsumexp[document, :, : _count(rows_q)],
@@ -248,8 +254,11 @@ def stand_ins():
         return (*gradients, torch.empty(0))
 
     with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_flash_attention_forward", flash_forward, "CPU")
-        library.impl("_flash_attention_backward", flash_backward, "CPU")
-        library.impl("_efficient_attention_forward", efficient_forward, "CPU")
-        library.impl("_efficient_attention_backward", efficient_backward, "CPU")
+        for device in devices or ("CPU",):
+            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", device)
+            override = {"allow_override": True} if has_kernel else {}  # of a CUDA build
+            library.impl("_flash_attention_forward", flash_forward, device, **override)
+            library.impl("_flash_attention_backward", flash_backward, device, **override)
+            library.impl("_efficient_attention_forward", efficient_forward, device, **override)
+            library.impl("_efficient_attention_backward", efficient_backward, device, **override)
         yield calls

@@ -158,6 +158,50 @@ def test_flash_window_arguments(calls, is_causal, window_size, handed):
         assert call["is_causal"] is is_causal
 
 
+@forms
+@pytest.mark.parametrize("window_size,handed", [((0, 0), 1), ((3, -1), 4), ((31, 0), 32), ((2**62, 0), 129)])
+def test_efficient_window_argument(calls, window_size, handed, form):
+    """It counts the row itself, and is never longer than a document."""
+    ids = packing("tile_plus_one")
+    layout = PackedLayout.from_doc_ids(ids)
+    check_against_oracle(
+        function_of(layout, form, "efficient", window_size=window_size),
+        random_inputs(ids, torch.float32),
+        ids,
+        window_size=window_size,
+    )
+    for call in (calls.efficient_forward[0], calls.efficient_backward[0]):
+        assert call["window_size"] == handed and call["custom_mask_type"] == 2
+
+
+@forms
+@pytest.mark.parametrize("name", ["padding_inside_and_tail", "short_then_long_batch", "rows_split_differently"])
+def test_efficient_window_beside_padding(calls, name, form):
+    ids = packing(name)
+    layout = PackedLayout.from_doc_ids(ids)
+    for window_size in ((0, 0), (2, 0), (40, 0)):
+        check_against_oracle(
+            function_of(layout, form, "efficient", window_size=window_size),
+            random_inputs(ids, torch.float32),
+            ids,
+            window_size=window_size,
+        )
+
+
+def test_efficient_refuses_windows_that_its_backward_would_misplace(calls):
+    ids = torch.ones(1, 8, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="it takes windows of documents with as many queries as keys only"):
+        packed_attention(
+            *random_inputs(ids, torch.float32, rows=4), PackedLayout.from_doc_ids(ids, 4), backend="efficient",
+            window_size=(1, 0),
+        )  # fmt: skip
+    ids = packing("gaps_across_tiles")
+    with pytest.raises(RuntimeError, match="a window counts rows, and a document here has other rows between its own"):
+        packed_attention(
+            *random_inputs(ids, torch.float32), PackedLayout.from_doc_ids(ids), backend="efficient", window_size=(1, 0)
+        )
+
+
 def test_flash_arguments(calls):
     ids = packing("padding_inside_and_tail")
     inputs = random_inputs(ids, torch.bfloat16)
@@ -355,7 +399,7 @@ def test_flash_says_why_not(calls, dtype, shape, options, reason):
     [
         (torch.float64, {}, "it takes float32, float16 and bfloat16, not Double"),
         (torch.float32, {"dropout_p": 0.1}, "its dropout keeps random state on the host"),
-        (torch.float32, {"window_size": (1, 0)}, r"it takes no window \(1, 0\)"),
+        (torch.float32, {"window_size": (1, 2), "is_causal": False}, r"it takes windows with is_causal only \(1, 2\)"),
     ],
 )
 def test_efficient_says_why_not(calls, dtype, options, reason):

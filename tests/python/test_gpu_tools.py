@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
+import os
 import pathlib
 import struct
 import subprocess
 import sys
+import time
 import zlib
 
 import pytest
@@ -94,3 +98,33 @@ import packed_sdpa.bench_cuda
 def test_a_machine_with_torch_alone_can_run_the_check():
     asked = subprocess.run([sys.executable, "-c", _IMPORT_WITH_TORCH_ALONE], capture_output=True, text=True)
     assert asked.returncode == 0, asked.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no device")
+@pytest.mark.parametrize("required,outcome", [("", "1 skipped"), ("cuda", "1 error"), ("amx,cuda", "1 error")])
+def test_required_devices_turn_skips_into_failures(required, outcome):
+    test = "tests/python/test_backends_parity.py::test_packing[cuda-flash-one_document-bfloat16]"
+    asked = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+        capture_output=True,
+        text=True,
+        cwd=TOOLS.parent,
+        env={**os.environ, "PACKED_SDPA_REQUIRE": required},
+    )
+    assert outcome in asked.stdout, asked.stdout
+    assert asked.returncode == (1 if required else 0)
+    assert ("PACKED_SDPA_REQUIRE=cuda, but this machine has no CUDA device" in asked.stdout) == bool(required)
+
+
+def test_a_step_that_runs_out_of_time_ends_with_what_it_started():
+    loader = importlib.machinery.SourceFileLoader("gpu_check", str(TOOLS / "gpu_check"))
+    gpu_check = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
+    loader.exec_module(gpu_check)
+    step = gpu_check.run(["bash", "-c", "sleep 300 & echo $!; wait"], 1.0, dict(os.environ))
+    assert not step["passed"] and step["ended"] == "stopped after 1 s" and step["seconds"] < 100
+    child = pathlib.Path("/proc", step["output"].strip(), "stat")
+    for _ in range(1000):
+        if not child.exists() or child.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError("what the step started still runs")
