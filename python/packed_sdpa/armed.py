@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -96,8 +97,10 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
         )
     documents = None
     while documents is None:
-        number = _resolve(attachments, *hooked_at)
+        number = _resolve(attachments, *hooked_at, _torch_private.in_backward() and _asked_by_a_marked_function())
         if number == 0:
+            if not torch.is_grad_enabled():
+                _mark_running_functions()
             return None
         documents = documents_with(number)  # None: another thread has armed others since
     if tracer is not None:
@@ -130,29 +133,57 @@ def keep_documents(output: object, documents: ArmedDocuments | None) -> None:
             keep_documents(entry, documents)
 
 
-def keep_for_recompute(output: Tensor, documents: ArmedDocuments) -> bool:
+class Kept(enum.Enum):
+    """What keeps documents for a recompute."""
+
+    NOT = enum.auto()  # nothing can ask for one
+    BY_NODES = enum.auto()  # all autograd nodes that may ask for one
+    IN_RING = enum.auto()  # for some the last 16 are all there is
+
+
+def keep_for_recompute(output: Tensor, documents: ArmedDocuments) -> Kept:
     """As :func:`keep_documents` for an attention call's output.
 
     Without a graph of its own it may be in the region of a reentrant checkpoint (any torch.autograd.Function that runs
-    it in its forward), whose node then keeps the documents. An evaluation without gradients keeps nothing: False.
+    it in its forward), whose node then keeps the documents. An evaluation without gradients keeps nothing.
     """
     if output.requires_grad:
         keep_documents(output, documents)
-        return True
-    return not torch.is_grad_enabled() and keep_for_functions(documents)
+        return Kept.BY_NODES
+    return Kept.NOT if torch.is_grad_enabled() else keep_for_functions(documents)
 
 
-def keep_for_functions(documents: ArmedDocuments) -> bool:
-    """The node of every torch.autograd.Function whose forward runs here keeps ``documents``; False: none runs."""
-    found = False
+def keep_for_functions(documents: ArmedDocuments) -> Kept:
+    """The node of every torch.autograd.Function whose forward runs here keeps ``documents``."""
+    kept = Kept.NOT
     for metadata in _torch_private.metadata_of_running_functions():
-        found = True
         if metadata is None:
             ops.keep_documents(documents.id)
+            kept = Kept.IN_RING
         else:
             _add(metadata, documents)
-    return found
+            kept = Kept.BY_NODES if kept is Kept.NOT else kept
+    return kept
 
 
 def _add(metadata: dict[str, Any], documents: ArmedDocuments) -> None:
-    metadata.setdefault(_METADATA_KEY, {})[documents.id] = documents
+    _mark(metadata)[documents.id] = documents
+
+
+# A node that attention looked for its documents under, with or without finding any, is marked by the key.
+
+
+def _mark(metadata: dict[str, Any]) -> dict[int, ArmedDocuments]:
+    return metadata.setdefault(_METADATA_KEY, {})
+
+
+def _mark_running_functions() -> None:
+    for metadata in _torch_private.metadata_of_running_functions():
+        if metadata is not None:
+            _mark(metadata)
+
+
+def _asked_by_a_marked_function() -> bool:
+    """So it was made before the region that it recomputes."""
+    metadata = _torch_private.metadata_of_current_function()
+    return metadata is not None and _METADATA_KEY in metadata

@@ -41,6 +41,7 @@ from packed_sdpa.hooks import BREAKS_AT_ATTENTION, forward_scope, hook_attention
 from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
 from packed_sdpa.records import ModuleRecord
+from packed_sdpa.repeats import ForwardNote, check_repeat, note_forward, notes_for
 from packed_sdpa.scope import ForwardScope, Ledger, pop_scope, push_scope, scope_of
 
 BREAKS_AT_OUTER = (
@@ -101,6 +102,10 @@ class Attachment:
         self.number = new_attachment()
         self._mask_audit = DenseMaskAudit(on_mask, self.ledger.warned)
         self._undo: list[Callable[[], None]] = []
+        self._outer: list[tuple[nn.Module, _AroundOuter]] = []
+        self.has_ended = False
+        self._notes: weakref.WeakSet[ForwardNote] = weakref.WeakSet()  # of packed forwards that may be recomputed
+        self._stays = False  # some of those cannot be noted
         self._attached_at: tuple[int, int] = ops.this_place()
         self._run_scoped = torch.compiler.disable(run_scoped, recursive=False, reason=BREAKS_AT_OUTER)
         self._parameters = {module: forward_parameters(module) for module in found.outer}
@@ -117,7 +122,9 @@ class Attachment:
                 self._undo.append(hf.switch_implementation(config))
             outer = torch.compiler.disable(self._outer_forward, recursive=False, reason=BREAKS_AT_OUTER)
             for module in self.found.outer:
-                self._put_around(module, _AroundOuter(module, self, outer))
+                around = _AroundOuter(module, self, outer)
+                self._outer.append((module, around))
+                add_around(module, around)
             for _, module in self.found.interface:
                 self._put_around(module, _AroundAttention(module, self))
             for _, module in self.found.hooks:
@@ -136,13 +143,25 @@ class Attachment:
             if not done:
                 self.undo()
 
-    def _put_around(self, module: nn.Module, around: _AroundOuter | _AroundAttention) -> None:
+    def _put_around(self, module: nn.Module, around: _AroundAttention) -> None:
         self._undo.append(lambda: remove_around(module, around))
         add_around(module, around)
 
     def undo(self) -> None:
+        """The interface has nothing in the layers that could tell, in backward, that the model was attached before;
+        so what is around its outer forwards goes with the last graph that may repeat one."""
         while self._undo:
             self._undo.pop()()
+        self.has_ended = True
+        for note in list(self._notes):
+            weakref.finalize(note, self._remove_outer).atexit = False
+        self._remove_outer()
+
+    def _remove_outer(self) -> None:
+        if self._stays or list(self._notes):
+            return
+        while self._outer:
+            remove_around(*self._outer.pop())
 
     # ---- around the outer forward
 
@@ -160,7 +179,7 @@ class Attachment:
         try:
             try:
                 push_scope(scope)
-                self._enter(noted, scope)
+                self._enter(noted, scope, module)
                 result = self._run(armed, proceed, args, kwargs)
             finally:
                 self._leave(noted, scope)
@@ -180,14 +199,44 @@ class Attachment:
         return forward_scope(armed, self.number)
 
     @_torch_private.untraced(BREAKS_AT_OUTER)
-    def _enter(self, noted: forward_scope | None, scope: ForwardScope) -> None:
+    def _enter(self, noted: forward_scope | None, scope: ForwardScope, module: nn.Module) -> None:
+        armed = None
         if scope.documents is not None:
             scope.ledger.packed.add(scope)
+            armed = scope.documents.armed
+        if _torch_private.in_backward():
+            check_repeat(module, armed)
+        if not torch.is_grad_enabled() and not _torch_private.in_func_transform():
+            self._note(module, armed)
         if noted is None:
             return
         noted.__enter__()
         if _torch_private.in_backward() and not (self.enabled and self._are_arguments(scope.documents)):
             documents_of_call((self.number,), self._attached_at)  # raises when they are not those of the forward
+
+    def _note(self, module: nn.Module, documents: ArmedDocuments | None) -> None:
+        note, everywhere = note_forward(module, documents)
+        if note is not None and documents is not None and self.found.interface:
+            self._notes.add(note)
+            self._stays |= not everywhere
+
+    @_torch_private.untraced(BREAKS_AT_OUTER)
+    def refuse_to_repeat(self, module: nn.Module) -> None:
+        """Detached: raises when a packed forward of this module is recomputed, which would run unpacked."""
+        if _attachment_in(module) is not None:
+            return
+        if not torch.is_grad_enabled():
+            note_forward(module, None)
+        if not _torch_private.in_backward():
+            return
+        notes = notes_for(module)
+        if any(note in self._notes for note in notes) or (
+            self._stays and not notes and _torch_private.metadata_of_current_function() is not None
+        ):
+            raise RuntimeError(
+                f"packed_sdpa: a forward of {type(module).__name__} is recomputed in backward after the model was "
+                "detached, and it would not find the documents under which it ran; detach after backward"
+            )
 
     def _are_arguments(self, documents: Documents | None) -> bool:
         """They came with the forward's arguments, so a recompute of the whole forward is given them again."""
@@ -377,6 +426,9 @@ class _AroundOuter:
         self._run = run
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if self.attachment.has_ended:
+            self.attachment.refuse_to_repeat(self._module)
+            return call(*args, **kwargs)
         run = self._run
         if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
             run = self.attachment._outer_forward  # which says why not; export itself refuses a disabled function
@@ -549,7 +601,8 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 
 def _attachment_in(model: nn.Module) -> Attachment | None:
     arounds = (around for module in model.modules() for around in arounds_of(module))
-    return next((a.attachment for a in arounds if isinstance(a, (_AroundOuter, _AroundAttention))), None)
+    attachments = (a.attachment for a in arounds if isinstance(a, (_AroundOuter, _AroundAttention)))
+    return next((attachment for attachment in attachments if not attachment.has_ended), None)
 
 
 def _attach_again(

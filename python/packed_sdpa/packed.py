@@ -133,8 +133,9 @@ def _packed_varlen_sdpa(
 
 
 def _keep(frame: Frame | None, output: Tensor, documents: ArmedDocuments) -> None:
-    if keep_for_recompute(output, documents) and frame is not None:
-        frame.hook.may_repeat(documents)
+    kept = keep_for_recompute(output, documents)
+    if frame is not None:
+        frame.hook.may_repeat(documents, kept)
 
 
 @_torch_private.untraced(BREAKS_AT_THE_CALL)
@@ -173,8 +174,8 @@ def _packed_multi_head_attention(
             return F.linear(out.transpose(1, 2).flatten(-2), proj_weight, proj_bias), None
         frame.calls += 1
         _count_passed(frame, reason, documents, *heads)
-        if documents is not None and keep_for_functions(documents):
-            frame.hook.may_repeat(documents)
+        if documents is not None:
+            frame.hook.may_repeat(documents, keep_for_functions(documents))
     return interception.without_catching(
         _torch_private.NATIVE_MULTI_HEAD_ATTENTION,
         *(query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask),
