@@ -118,6 +118,18 @@ def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+def break_graph_unless_names_are_traced() -> None:
+    """Before torch 2.12 torch.compile cannot trace a config whose attention's name is a subclass of str.
+
+    Without fullgraph=True the layer then goes on behind the break; with it the error says why.
+    """
+    if torch.__version__ < (2, 12):  # type: ignore[operator] - a TorchVersion
+        torch._dynamo.graph_break(
+            msg="packed_sdpa: torch.compile(fullgraph=True) of an attached Transformers layer needs torch 2.13 (2.11 "
+            "cannot trace the attention's name in the config); compile it without fullgraph=True, or install torch 2.13"
+        )
+
+
 _is_wrapped, _is_batched, _unwrapped = _names(
     "reads arguments of torch.func transforms",
     "torch._C._functorch.is_functorch_wrapped_tensor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import weakref
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ UNSUPPORTED_JIT_TRACE = (
     "which cannot call the operators that find documents; trace copy.deepcopy(model), which comes out without hooks"
 )
 _resolve = ops.resolve_documents.default
+# Number of the documents that this context (an asyncio task, a greenlet) armed last, 0: it disarmed; None: neither.
+ARMED_IN_CONTEXT: contextvars.ContextVar[int | None] = contextvars.ContextVar("packed_sdpa_armed", default=None)
 
 
 class ArmedDocuments:
@@ -98,6 +101,9 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
     documents = None
     while documents is None:
         number = _resolve(attachments, *hooked_at, _torch_private.in_backward() and _asked_by_a_marked_function())
+        mine = ARMED_IN_CONTEXT.get()
+        if mine is not None and mine != number:
+            _check_context(attachments)
         if number == 0:
             if not torch.is_grad_enabled():
                 _mark_running_functions()
@@ -114,6 +120,16 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
             f"(vmap, grad, jvp, ...), {UNSUPPORTED_TRANSFORM}"
         )
     return documents
+
+
+def _check_context(attachments: tuple[int, ...]) -> None:
+    """Raises when what is armed is used, and it is not what this context armed last."""
+    if not _torch_private.in_backward() and not any(ops.in_scope(number) for number in attachments):
+        raise RuntimeError(
+            "packed_sdpa: since this asyncio task (or greenlet, or context) armed or disarmed its documents, another "
+            "one has armed or disarmed others; arm right before the forward, with no await or switch between them, or "
+            "give an attached model its documents as arguments"
+        )
 
 
 @_torch_private.untraced("packed_sdpa ties documents to the graph of a forward")

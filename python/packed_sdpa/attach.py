@@ -38,6 +38,7 @@ from packed_sdpa.documents import (
 )
 from packed_sdpa.guard import add_around, arounds_of, remove_around
 from packed_sdpa.hooks import BREAKS_AT_ATTENTION, forward_scope, hook_attention, new_attachment, run_scoped
+from packed_sdpa.interception import check_greenlet
 from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
 from packed_sdpa.records import ModuleRecord
@@ -165,7 +166,32 @@ class Attachment:
 
     # ---- around the outer forward
 
-    def _outer_forward(self, module: nn.Module, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def _outer_forward(
+        self, module: nn.Module, way: str, proceed: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        """``way``: by which of its two methods the module runs, ``__call__`` (within which is ``forward``)."""
+        running = scope_of(self.ledger) if self.enabled else None
+        if running is not None:
+            self._check_not_inside(running, module, way)
+            running.inside.append((module, way))
+        try:
+            return self._run_outer(module, way, proceed, args, kwargs)
+        finally:
+            if running is not None:
+                running.inside.pop()
+
+    @_torch_private.untraced(BREAKS_AT_OUTER)
+    def _check_not_inside(self, running: ForwardScope, module: nn.Module, way: str) -> None:
+        check_greenlet(running.greenlet)
+        packs = running.documents is not None or callable(self.documents)
+        if packs and (module, way) in running.inside:
+            raise RuntimeError(
+                f"packed_sdpa: a forward of {type(module).__name__} began in the middle of another one, in the same "
+                "thread (in a signal handler, a hook or a __del__?), whose documents would be taken for its own; run "
+                "it in a thread of its own, or use copy.deepcopy(model), attached by itself"
+            )
+
+    def _run_outer(self, module: nn.Module, way: str, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if self.enabled:
             prepared = self._prepare(module, args, kwargs)
             if prepared is None:
@@ -173,6 +199,7 @@ class Attachment:
             scope, args, kwargs = prepared
         else:  # a scope without documents hides those that are armed by hand; its ledger is read by nobody
             scope = ForwardScope(Ledger(), None, frozenset(), self.on_mask, None)
+        scope.inside.append((module, way))
         documents = scope.documents
         armed = None if documents is None else documents.armed
         noted = self._noted(armed)
@@ -426,15 +453,19 @@ class _AroundOuter:
         self._run = run
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return self._around("__call__", call, args, kwargs)
+
+    def around_forward(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return self._around("forward", call, args, kwargs)
+
+    def _around(self, way: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if self.attachment.has_ended:
             self.attachment.refuse_to_repeat(self._module)
             return call(*args, **kwargs)
         run = self._run
         if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
             run = self.attachment._outer_forward  # which says why not; export itself refuses a disabled function
-        return run(self._module, call, args, kwargs)
-
-    around_forward = around_call
+        return run(self._module, way, call, args, kwargs)
 
 
 class _AroundAttention:
@@ -447,7 +478,9 @@ class _AroundAttention:
         self.attachment = attachment
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            _torch_private.break_graph_unless_names_are_traced()
+        elif not torch.compiler.is_compiling():
             self.attachment.saw_attention(self._module)
         return call(*args, **kwargs)
 

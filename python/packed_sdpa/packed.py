@@ -93,6 +93,7 @@ def _packed_varlen_sdpa(
         return _untraced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     frame = interception.current_frame()
     if frame is not None:
+        interception.check_greenlet(frame.greenlet)
         frame.calls += 1
     documents: ArmedDocuments | None = None
     reason = _reason_without_documents(frame, query, key, value)
@@ -166,6 +167,7 @@ def _packed_multi_head_attention(
         heads = F.linear(query, qkv_weight, qkv_bias).unflatten(-1, (3, num_head, -1)).permute(2, 0, 3, 1, 4)
         frame = interception.current_frame()
         assert frame is not None
+        interception.check_greenlet(frame.greenlet)
         causal = frame.hook.is_causal()
         documents = frame.hook.documents() if causal else None
         reason = NOT_CAUSAL if not causal else UNARMED if documents is None else _mismatch(documents, *heads)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from packed_sdpa import _torch_private
 from packed_sdpa.documents import Documents
+from packed_sdpa.interception import check_greenlet, current_greenlet
 from packed_sdpa.records import ModuleRecord
 
 NOTES_FORWARDS = "packed_sdpa notes which forward runs"
@@ -37,7 +38,10 @@ class Ledger:
 class ForwardScope:
     """One outer forward. ``documents`` None: it runs unpacked."""
 
-    __slots__ = ("dense_mask", "documents", "gave_masks", "ledger", "on_mask", "ran", "seen", "taken_before")
+    __slots__ = (
+        *("dense_mask", "documents", "gave_masks", "greenlet", "inside", "ledger", "on_mask", "ran", "seen"),
+        "taken_before",
+    )
 
     def __init__(
         self, ledger: Ledger, documents: Documents | None, seen: frozenset[str], on_mask: str, dense_mask: Tensor | None
@@ -47,6 +51,8 @@ class ForwardScope:
         self.seen = seen  # names of the arguments in which documents were looked for
         self.on_mask = on_mask
         self.dense_mask = dense_mask  # the caller's own 4-D mask, audited where the layer's rule is known
+        self.greenlet = current_greenlet()
+        self.inside: list[tuple[nn.Module, str]] = []  # modules whose call or forward runs
         self.gave_masks = False  # that carry the documents, to layers of the interface
         self.taken_before = ledger.taken() if documents is not None else 0
         self.ran: dict[nn.Module, tuple[int, int]] = {}  # attention modules that ran -> (taken, calls) before they did
@@ -72,6 +78,8 @@ def scope_of(ledger: Ledger) -> ForwardScope | None:
 
 @_torch_private.untraced(NOTES_FORWARDS)
 def push_scope(scope: ForwardScope) -> None:
+    if _STACK.scopes:
+        check_greenlet(_STACK.scopes[-1].greenlet)
     _STACK.scopes.append(scope)
 
 

@@ -201,3 +201,28 @@ def test_unpacked_between_attachments():
     loss = reentrant(model, x).square().sum()
     loss.backward()
     assert_gradients(model.gradients(), expected, "unpacked")
+
+
+@pytest.mark.parametrize("later", [LENGTHS, OTHER, None])
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_a_model_that_only_has_the_name(is_reentrant, later):
+    """Not attached, its documents armed by hand: a recompute of its whole forward finds those that it ran under."""
+    pytest.importorskip("transformers")
+    from hf_models import ARCHITECTURES, gradients, worst
+
+    model = ARCHITECTURES["llama"].make().train()
+    x = torch.randn(1, sum(LENGTHS), model.config.hidden_size, dtype=torch.float64).requires_grad_()
+
+    def forward(x):
+        return model(inputs_embeds=x, use_cache=False).logits
+
+    expected = gradients(model, torch.cat([forward(part) for part in x.split(LENGTHS, 1)], 1))
+    packed_sdpa.register_hf_attention()
+    model.set_attn_implementation("packed_sdpa")
+    packed_sdpa.arm(ids_of(LENGTHS))
+    logits = checkpoint(forward, x, use_reentrant=is_reentrant)
+    packed_sdpa.disarm()
+    if later is not None:
+        packed_sdpa.arm(ids_of(later))
+    forward(x)
+    assert worst(gradients(model, logits), expected) < 1e-5  # positions go on, in float32
