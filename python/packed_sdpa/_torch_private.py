@@ -118,12 +118,15 @@ def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+_TRACES_NAMES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
 def break_graph_unless_names_are_traced() -> None:
     """Before torch 2.12 torch.compile cannot trace a config whose attention's name is a subclass of str.
 
     Without fullgraph=True the layer then goes on behind the break; with it the error says why.
     """
-    if torch.__version__ < (2, 12):  # type: ignore[operator] - a TorchVersion
+    if not _TRACES_NAMES:
         torch._dynamo.graph_break(
             msg="packed_sdpa: torch.compile(fullgraph=True) of an attached Transformers layer needs torch 2.13 (2.11 "
             "cannot trace the attention's name in the config); compile it without fullgraph=True, or install torch 2.13"

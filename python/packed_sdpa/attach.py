@@ -43,7 +43,7 @@ from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
 from packed_sdpa.records import ModuleRecord
 from packed_sdpa.repeats import ForwardNote, check_repeat, note_forward, notes_for
-from packed_sdpa.scope import ForwardScope, Ledger, pop_scope, push_scope, scope_of
+from packed_sdpa.scope import ForwardScope, Ledger, is_inside, leave_module, pop_scope, push_scope, scope_of
 
 BREAKS_AT_OUTER = (
     "packed_sdpa reads the documents of each forward outside of the graph; compile the layers with fullgraph=True, or "
@@ -170,32 +170,13 @@ class Attachment:
         self, module: nn.Module, way: str, proceed: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
         """``way``: by which of its two methods the module runs, ``__call__`` (within which is ``forward``)."""
-        running = scope_of(self.ledger) if self.enabled else None
-        if running is not None:
-            self._check_not_inside(running, module, way)
-            running.inside.append((module, way))
-        try:
-            return self._run_outer(module, way, proceed, args, kwargs)
-        finally:
-            if running is not None:
-                running.inside.pop()
-
-    @_torch_private.untraced(BREAKS_AT_OUTER)
-    def _check_not_inside(self, running: ForwardScope, module: nn.Module, way: str) -> None:
-        check_greenlet(running.greenlet)
-        packs = running.documents is not None or callable(self.documents)
-        if packs and (module, way) in running.inside:
-            raise RuntimeError(
-                f"packed_sdpa: a forward of {type(module).__name__} began in the middle of another one, in the same "
-                "thread (in a signal handler, a hook or a __del__?), whose documents would be taken for its own; run "
-                "it in a thread of its own, or use copy.deepcopy(model), attached by itself"
-            )
-
-    def _run_outer(self, module: nn.Module, way: str, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if self.enabled:
-            prepared = self._prepare(module, args, kwargs)
+            prepared = self._prepare(module, way, args, kwargs)
             if prepared is None:
-                return proceed(*args, **kwargs)
+                try:
+                    return proceed(*args, **kwargs)
+                finally:
+                    leave_module(self.ledger)
             scope, args, kwargs = prepared
         else:  # a scope without documents hides those that are armed by hand; its ledger is read by nobody
             scope = ForwardScope(Ledger(), None, frozenset(), self.on_mask, None)
@@ -284,16 +265,31 @@ class Attachment:
         if noted is not None:
             noted.__exit__()
 
+    def _check_not_inside(self, running: ForwardScope, module: nn.Module, way: str) -> None:
+        check_greenlet(running.greenlet)
+        packs = running.documents is not None or callable(self.documents)
+        if packs and is_inside(self.ledger, module, way):
+            raise RuntimeError(
+                f"packed_sdpa: a forward of {type(module).__name__} began in the middle of another one, in the same "
+                "thread (in a signal handler, a hook or a __del__?), whose documents would be taken for its own; run "
+                "it in a thread of its own, or use copy.deepcopy(model), attached by itself"
+            )
+
     @_torch_private.untraced(BREAKS_AT_OUTER)
-    def _prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[ForwardScope, tuple, dict] | None:
+    def _prepare(
+        self, module: nn.Module, way: str, args: tuple, kwargs: dict
+    ) -> tuple[ForwardScope, tuple, dict] | None:
         """The scope of an outer forward, and the arguments that go on; None within one that counts already."""
         parameters = self._parameters[module]
         check_keywords(kwargs, parameters.names)
         arguments = parameters.by_name(args, kwargs)
         seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
         running = scope_of(self.ledger)
-        if running is not None and (running.documents is not None or seen <= running.seen):
-            return None
+        if running is not None:
+            self._check_not_inside(running, module, way)
+            if running.documents is not None or seen <= running.seen:
+                running.inside.append((module, way))
+                return None
         documents = self._find(arguments, args, kwargs, outermost=running is None)
         kwargs = {name: value for name, value in kwargs.items() if self._goes_on(module, name)}
         if documents is None and (_torch_private.in_func_transform() or _torch_private.tracer() is not None):

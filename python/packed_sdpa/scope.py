@@ -76,6 +76,19 @@ def scope_of(ledger: Ledger) -> ForwardScope | None:
     return next((scope for scope in reversed(_STACK.scopes) if scope.ledger is ledger), None)
 
 
+def is_inside(ledger: Ledger, module: nn.Module, way: str) -> bool:
+    """A call or forward of the module runs within an outer forward of this thread, or is one."""
+    return any((module, way) in scope.inside for scope in _STACK.scopes if scope.ledger is ledger)
+
+
+@_torch_private.untraced(NOTES_FORWARDS)
+def leave_module(ledger: Ledger) -> None:
+    """Ends the call or forward of a module that began last in the running outer forward."""
+    scope = scope_of(ledger)
+    if scope is not None and scope.inside:
+        scope.inside.pop()
+
+
 @_torch_private.untraced(NOTES_FORWARDS)
 def push_scope(scope: ForwardScope) -> None:
     if _STACK.scopes:
