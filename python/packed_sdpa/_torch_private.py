@@ -118,7 +118,7 @@ def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-_TRACES_NAMES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+TRACES_NAMES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def break_graph_unless_names_are_traced() -> None:
@@ -126,7 +126,7 @@ def break_graph_unless_names_are_traced() -> None:
 
     Without fullgraph=True the layer then goes on behind the break; with it the error says why.
     """
-    if not _TRACES_NAMES:
+    if not TRACES_NAMES:
         torch._dynamo.graph_break(
             msg="packed_sdpa: torch.compile(fullgraph=True) of an attached Transformers layer needs torch 2.13 (2.11 "
             "cannot trace the attention's name in the config); compile it without fullgraph=True, or install torch 2.13"
