@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
-#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -92,12 +91,12 @@ std::weak_ptr<BackwardTask> graph_task_token(int64_t graph_task) {
 }
 
 // A Python autograd.Function is made before its own forward runs; its node's name has no number at the end.
-bool precedes_its_region(const torch::autograd::Node& node) {
-  constexpr std::string_view kSuffix = "Backward";
-  const std::string name = node.name();
-  return name.size() >= kSuffix.size() &&
-         name.compare(name.size() - kSuffix.size(), kSuffix.size(), kSuffix) == 0 &&
-         at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+// Where it is not known to have run attention there, it may ask for a tensor that it saved; under
+// saved-tensor hooks it is taken to do so.
+Precedes precedes_its_region(const torch::autograd::Node& node, bool ran_attention) {
+  if (!node.name().ends_with("Backward")) return Precedes::kNo;
+  if (ran_attention) return Precedes::kYes;
+  return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() ? Precedes::kMaybe : Precedes::kNo;
 }
 
 // A hook that does nothing but live as long as its node.
@@ -149,7 +148,7 @@ Timeline& timeline() {
   return *instance;
 }
 
-Moment this_moment() {
+Moment this_moment(bool ran_attention) {
   Moment now;
   now.thread = at::RecordFunction::currentThreadId();
   now.sequence = at::sequence_number::peek();
@@ -158,7 +157,7 @@ Moment this_moment() {
   now.task = graph_task_token(now.graph_task);
   if (const auto node = torch::autograd::get_current_node()) {
     now.node = NodePlace{node->thread_id(), node->sequence_nr()};
-    now.node_precedes_region = precedes_its_region(*node);
+    now.node_precedes_region = precedes_its_region(*node, ran_attention);
   }
   return now;
 }
@@ -205,11 +204,12 @@ void keep_for_recompute(const at::Tensor& output, const DocumentsPtr& documents)
   }
 }
 
-DocumentsPtr resolve(const Caller& caller) {
+DocumentsPtr resolve(const Caller& caller, bool ran_attention) {
   const SlotVar::Reading armed = armed_variable().get();
   const ArmedReading reading{as_timeline_value(armed.value.documents), armed.is_own};
   try {
-    return std::static_pointer_cast<const Documents>(timeline().resolve(this_moment(), caller, reading));
+    return std::static_pointer_cast<const Documents>(
+        timeline().resolve(this_moment(ran_attention), caller, reading));
   } catch (const TimelineError& error) {  // free of torch; callers are promised c10::Error
     TORCH_CHECK(false, error.what());
   }

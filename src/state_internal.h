@@ -38,7 +38,8 @@ SlotVar::Token set_armed(Slot slot);
 void reset_armed(const SlotVar::Token& token);
 
 Timeline& timeline();
-Moment this_moment();
+// ran_attention: the node that is being evaluated is a function whose forward is known to have run attention.
+Moment this_moment(bool ran_attention = false);
 // Null when no documents with this number are alive (or 0 was given).
 DocumentsPtr find_documents(int64_t id);
 TimelinePtr as_timeline_value(const DocumentsPtr& documents);
@@ -47,7 +48,7 @@ TimelinePtr as_timeline_value(const DocumentsPtr& documents);
 void keep_for_recompute(const at::Tensor& output, const DocumentsPtr& documents);
 // Keeps the last 16, where no autograd node is known that could.
 void keep_without_node(const DocumentsPtr& documents);
-// The documents of an attention call, here and now.
-DocumentsPtr resolve(const Caller& caller);
+// The documents of an attention call, here and now; ran_attention as in this_moment.
+DocumentsPtr resolve(const Caller& caller, bool ran_attention = false);
 
 }  // namespace packed_sdpa::state

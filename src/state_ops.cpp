@@ -97,10 +97,20 @@ void keep_documents(int64_t id) {
   state::keep_without_node(documents_with(id));
 }
 
-int64_t resolve_documents(at::IntArrayRef attachments, int64_t hooked_thread, int64_t hooked_sequence) {
-  const DocumentsPtr documents = state::resolve(
-      {attachments.vec(), {static_cast<uint64_t>(hooked_thread), static_cast<uint64_t>(hooked_sequence)}});
+int64_t resolve_documents(at::IntArrayRef attachments, int64_t hooked_thread, int64_t hooked_sequence,
+                          bool ran_attention) {
+  const NodePlace hooked_at{static_cast<uint64_t>(hooked_thread), static_cast<uint64_t>(hooked_sequence)};
+  const DocumentsPtr documents = state::resolve({attachments.vec(), hooked_at}, ran_attention);
   return documents == nullptr ? 0 : documents->id();
+}
+
+// By content; 0: none. Not alive any more: equal to nothing.
+bool same_documents_by_id(int64_t a, int64_t b) {
+  if (a == b) return true;
+  const DocumentsPtr left = state::find_documents(a);
+  const DocumentsPtr right = state::find_documents(b);
+  return left != nullptr && right != nullptr &&
+         same_documents(state::as_timeline_value(left), state::as_timeline_value(right));
 }
 
 int64_t enter_scope(int64_t attachment, int64_t documents) {
@@ -154,9 +164,12 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
       .def("take_released", &SharedVariable::take_released);
   library.def("find_documents(int id) -> __torch__.torch.classes.packed_sdpa.ArmedDocuments?",
               find_documents);
-  library.def("resolve_documents(int[] attachments, int hooked_thread, int hooked_sequence) -> int",
-              resolve_documents);
+  library.def(
+      "resolve_documents(int[] attachments, int hooked_thread, int hooked_sequence, bool ran_attention) -> "
+      "int",
+      resolve_documents);
   library.def("keep_documents(int id) -> ()", keep_documents);
+  library.def("same_documents(int a, int b) -> bool", same_documents_by_id);
   library.def("enter_scope(int attachment, int documents) -> int", enter_scope);
   library.def("scope_mark() -> int", scope_mark);
   library.def("leave_scope(int scope) -> ()", leave_scope);

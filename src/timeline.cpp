@@ -240,7 +240,7 @@ Timeline::Chain Timeline::chain_of(const Moment& now) const {
     if (found == nullptr) break;
     // A node that precedes its region is followed by that region's own call, so it cannot be a forward's
     // tail.
-    if (sequence < found->certain_from && !chain.precedes_region) chain.is_certain = false;
+    if (sequence < found->certain_from && chain.precedes_region == Precedes::kNo) chain.is_certain = false;
     chain.nodes.push_back(found->asked_by);
     chain.precedes_region = found->asker_precedes_region;
     graph_task = found->graph_task;
@@ -280,13 +280,14 @@ std::optional<TimelinePtr> Timeline::scope_at(const NodePlace& node, int64_t att
 }
 
 // A region that holds a whole forward is asked for by a node outside of that forward's interval, but next to
-// it: before it when the node precedes its region, on either side otherwise.
-bool Timeline::fits_beside(const NodePlace& node, bool precedes_region, const Scope& scope) const {
+// it: before it when the node precedes its region, on either side otherwise. Where this attachment ran
+// nothing before, the node may be in a forward of an earlier attachment of the same model.
+bool Timeline::fits_beside(const NodePlace& node, Precedes precedes_region, const Scope& scope) const {
   const LogPtr log = find_log(node.thread);
   if (log == nullptr) return true;
   const std::lock_guard<std::mutex> guard(log->mutex);
   const auto found = log->histories.find(scope.attachment);
-  if (found == log->histories.end()) return true;
+  if (found == log->histories.end()) return !ran_under_another(*log, node, scope);
   const Interval* before = nullptr;
   const Interval* after = nullptr;
   for (auto interval = found->second.intervals.rbegin(); interval != found->second.intervals.rend();
@@ -304,8 +305,24 @@ bool Timeline::fits_beside(const NodePlace& node, bool precedes_region, const Sc
     const bool is_gone = interval->is_armed && value == nullptr;  // nothing to compare with
     return is_gone || same_documents(value, scope.value);
   };
-  if (precedes_region) return after == nullptr || fits(after);
+  if (before == nullptr && ran_under_another(*log, node, scope)) return false;
+  if (precedes_region != Precedes::kNo) return after == nullptr || fits(after);
   return (before == nullptr && after == nullptr) || fits(before) || fits(after);
+}
+
+bool Timeline::ran_under_another(const ThreadLog& log, const NodePlace& node, const Scope& scope) {
+  const auto covers = [&](const Interval& interval) {
+    return interval.from <= node.sequence && (interval.is_open || node.sequence < interval.to);
+  };
+  for (const auto& [attachment, history] : log.histories) {
+    if (attachment == kArmed || attachment == scope.attachment) continue;
+    for (const Interval& interval : history.intervals) {
+      if (!covers(interval)) continue;
+      const TimelinePtr value = interval.value.lock();
+      if ((interval.is_armed && value == nullptr) || !same_documents(value, scope.value)) return true;
+    }
+  }
+  return false;
 }
 
 std::optional<TimelinePtr> Timeline::scope_on(const Moment& now, const std::vector<NodePlace>& nodes,
@@ -316,7 +333,7 @@ std::optional<TimelinePtr> Timeline::scope_on(const Moment& now, const std::vect
   return scope_at(nodes.back(), attachment);
 }
 
-TimelinePtr Timeline::armed_at(const NodePlace& node, bool precedes_region,
+TimelinePtr Timeline::armed_at(const NodePlace& node, Precedes precedes_region,
                                const std::optional<TimelinePtr>& armed_in_backward) const {
   const auto ran_without_us = [&]() {
     raise("the forward of " + place(node) + " ran no hooked attention, but its recompute does.");
@@ -339,13 +356,17 @@ TimelinePtr Timeline::armed_at(const NodePlace& node, bool precedes_region,
   }
   const bool is_within = at != nullptr && (at->is_open || node.sequence < at->to);
   const bool is_known = is_within && (at->exact_from || at->exact_to || at->last_call >= node.sequence);
-  if (precedes_region) {
-    // The next call in this thread is the first one of the region itself. If so, one that comes after another
-    // arming was armed within the region, as its recompute then does again. Else the node may be the last of
-    // its region (a saved tensor of it is unpacked, and made again), and that call a later forward's.
-    if (after == nullptr) ran_without_us();
+  // The first call after a node that precedes its region is that region's own, so a node with none after it
+  // does not.
+  if (precedes_region == Precedes::kYes && after == nullptr) ran_without_us();
+  if (precedes_region != Precedes::kNo && after != nullptr) {
     TimelinePtr value = value_of(*after);
-    if (is_known && after != at && !(at->has_call() && states_equal(*at, *after)) &&
+    // If other documents were armed between the node and that call, it may be the last node of its region (a
+    // saved tensor of it is unpacked, and made again), and the call a later forward's; unless the arming is
+    // the region's own, as its recompute then does again. Where another thread arms, only the node's kind
+    // tells.
+    const bool may_be_at_the_end = precedes_region == Precedes::kMaybe || is_known;
+    if (may_be_at_the_end && at != nullptr && after != at && !(at->has_call() && states_equal(*at, *after)) &&
         !(armed_in_backward && same_documents(*armed_in_backward, value))) {
       raise("cannot tell whether " + place(node) +
             " was made before the region that is recomputed, or at its end, and other documents were armed "
@@ -392,7 +413,12 @@ TimelinePtr Timeline::value_at(const Moment& now, const Caller& caller, const Ch
     if (const std::optional<TimelinePtr> value = scope_on(now, chain.nodes, attachment)) return *value;
   }
   *by_scope = false;
-  return armed_at(chain.nodes.back(), chain.precedes_region, armed_in_backward);
+  const NodePlace& origin = chain.nodes.back();
+  if (origin.thread == caller.hooked_at.thread && origin.sequence < caller.hooked_at.sequence) {
+    raise("the forward of " + place(origin) +
+          " ran before this attention was hooked, but its recompute is hooked.");
+  }
+  return armed_at(origin, chain.precedes_region, armed_in_backward);
 }
 
 TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& caller, ThreadLog& log) {
@@ -429,13 +455,9 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
     if (at_node ? !same_documents(*at_node, value) : !fits_beside(origin, chain.precedes_region, *scope)) {
       raise(
           "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
-          "overwritten, or its handle switched on or off?");
+          "overwritten, its handle switched on or off, or its model attached anew?");
     }
   } else {
-    if (origin.thread == caller.hooked_at.thread && origin.sequence < caller.hooked_at.sequence) {
-      raise("the forward of " + place(origin) +
-            " ran before this attention was hooked, but its recompute is hooked.");
-    }
     bool by_scope = false;
     value = value_at(now, caller, chain, armed_in_backward, &by_scope);
     if (!chain.is_certain) {

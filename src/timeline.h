@@ -56,15 +56,18 @@ struct NodePlace {
 
 constexpr int64_t kNoGraphTask = -1;
 
+// Whether a node was made before the region that it recomputes (a Python autograd.Function such as the
+// reentrant checkpoint's), or within it or at its end (a node whose saved tensor is unpacked, and made
+// again).
+enum class Precedes { kNo, kMaybe, kYes };
+
 // Here and now, as torch tells it.
 struct Moment {
   uint64_t thread = 0;
   uint64_t sequence = 0;              // the next node made in this thread gets this number
   int64_t graph_task = kNoGraphTask;  // of the running backward
   std::optional<NodePlace> node;      // that is being evaluated
-  // The node was made before the region that it recomputes (a Python autograd.Function such as the reentrant
-  // checkpoint's), not within it (an operator whose saved tensor is unpacked).
-  bool node_precedes_region = false;
+  Precedes node_precedes_region = Precedes::kNo;
   std::weak_ptr<BackwardTask> task;  // expires with the graph task
 };
 
@@ -139,7 +142,7 @@ class Timeline {
   struct Redirect {
     int64_t graph_task = 0;
     NodePlace asked_by;
-    bool asker_precedes_region = false;
+    Precedes asker_precedes_region = Precedes::kNo;
     uint64_t from = 0;
     // Nodes below this number may as well be the tail of the forward that ran last before the backward.
     uint64_t certain_from = 0;
@@ -187,7 +190,7 @@ class Timeline {
   // The node that asks, and those that it stands for when a recompute made it, the forward's own last.
   struct Chain {
     std::vector<NodePlace> nodes;
-    bool precedes_region = false;  // the last one
+    Precedes precedes_region = Precedes::kNo;  // the last one
     bool is_certain = true;
   };
 
@@ -210,8 +213,9 @@ class Timeline {
   std::optional<TimelinePtr> scope_at(const NodePlace& node, int64_t attachment) const;
   std::optional<TimelinePtr> scope_on(const Moment& now, const std::vector<NodePlace>& nodes,
                                       int64_t attachment) const;
-  bool fits_beside(const NodePlace& node, bool precedes_region, const Scope& scope) const;
-  TimelinePtr armed_at(const NodePlace& node, bool precedes_region,
+  bool fits_beside(const NodePlace& node, Precedes precedes_region, const Scope& scope) const;
+  static bool ran_under_another(const ThreadLog& log, const NodePlace& node, const Scope& scope);
+  TimelinePtr armed_at(const NodePlace& node, Precedes precedes_region,
                        const std::optional<TimelinePtr>& armed_in_backward) const;
   TimelinePtr value_at(const Moment& now, const Caller& caller, const Chain& chain,
                        const std::optional<TimelinePtr>& armed_in_backward, bool* by_scope) const;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -116,6 +116,21 @@ def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return run
 
     return decorate
+
+
+TRACES_NAMES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
+def break_graph_unless_names_are_traced() -> None:
+    """Before torch 2.12 torch.compile cannot trace a config whose attention's name is a subclass of str.
+
+    Without fullgraph=True the layer then goes on behind the break; with it the error says why.
+    """
+    if not TRACES_NAMES:
+        torch._dynamo.graph_break(
+            msg="packed_sdpa: torch.compile(fullgraph=True) of an attached Transformers layer needs torch 2.13 (2.11 "
+            "cannot trace the attention's name in the config); compile it without fullgraph=True, or install torch 2.13"
+        )
 
 
 _is_wrapped, _is_batched, _unwrapped = _names(
@@ -253,7 +268,10 @@ def _metadata_of(node: Any) -> dict[str, Any]:
         raise TorchChangedError("torch.autograd.graph.Node.metadata", _KEEPS) from None
 
 
-_forward_grad_enabled, _Context = _names(_KEEPS, "torch._C._is_fwd_grad_enabled", "torch._C._FunctionBase")
+_forward_grad_enabled, _current_node, _Context = _names(
+    _KEEPS, "torch._C._is_fwd_grad_enabled", "torch._C._current_autograd_node", "torch._C._FunctionBase"
+)
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 def metadata_of_running_functions() -> Iterator[dict[str, Any] | None]:
@@ -265,31 +283,21 @@ def metadata_of_running_functions() -> Iterator[dict[str, Any] | None]:
     # Only a Function's forward and the inference mode turn forward-mode differentiation off.
     if _forward_grad_enabled() or torch.is_inference_mode_enabled():
         return
-    forwards = _codes_of_forwards()
+    if _APPLY is None:
+        raise TorchChangedError("Python code of torch.autograd.Function.apply", _KEEPS)
     found: list[Any] = []
+    called: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # Never f_locals of other frames: it is a copy that lives as long as its frame, the training loop's too.
-        if frame.f_code in forwards:
-            context = _function_context(frame.f_locals.values())
+        # What apply calls is the forward. Never f_locals of other frames: it is a copy that lives as long as its frame,
+        # the training loop's too.
+        if frame.f_code is _APPLY and called is not None:
+            context = _function_context(called.f_locals.values())
             if all(other is not context for other in found):
                 found.append(context)
-        frame = frame.f_back
+        called, frame = frame, frame.f_back
     for context in found or [None]:
         yield None if context is None else _metadata_of(context)
-
-
-def _codes_of_forwards() -> set[CodeType]:
-    codes = set()
-    classes = torch.autograd.Function.__subclasses__()
-    while classes:
-        cls = classes.pop()
-        classes += cls.__subclasses__()
-        forward = cls.__dict__.get("forward")
-        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-        if code is not None:
-            codes.add(code)
-    return codes
 
 
 def _function_context(values: Any) -> Any:
@@ -299,3 +307,9 @@ def _function_context(values: Any) -> Any:
         if isinstance(value, _Context):
             return value
     return None
+
+
+def metadata_of_current_function() -> dict[str, Any] | None:
+    """As :func:`node_metadata`, of the torch.autograd.Function that is evaluated in this thread's backward, if any."""
+    node = _current_node()
+    return _metadata_of(node) if isinstance(node, _Context) else None

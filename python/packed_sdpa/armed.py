@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import enum
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +29,8 @@ UNSUPPORTED_JIT_TRACE = (
     "which cannot call the operators that find documents; trace copy.deepcopy(model), which comes out without hooks"
 )
 _resolve = ops.resolve_documents.default
+# Number of the documents that this context (an asyncio task, a greenlet) armed last, 0: it disarmed; None: neither.
+ARMED_IN_CONTEXT: contextvars.ContextVar[int | None] = contextvars.ContextVar("packed_sdpa_armed", default=None)
 
 
 class ArmedDocuments:
@@ -97,8 +101,13 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
         )
     documents = None
     while documents is None:
-        number = _resolve(attachments, *hooked_at)
+        number = _resolve(attachments, *hooked_at, _torch_private.in_backward() and _asked_by_a_marked_function())
+        mine = ARMED_IN_CONTEXT.get()
+        if mine is not None and mine != number:
+            _check_context(attachments)
         if number == 0:
+            if not torch.is_grad_enabled():
+                _mark_running_functions()
             return None
         documents = documents_with(number)  # None: another thread has armed others since
     if tracer is not None:
@@ -112,6 +121,16 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
             f"(vmap, grad, jvp, ...), {UNSUPPORTED_TRANSFORM}"
         )
     return documents
+
+
+def _check_context(attachments: tuple[int, ...]) -> None:
+    """Raises when what is armed is used, and it is not what this context armed last."""
+    if not _torch_private.in_backward() and not any(ops.in_scope(number) for number in attachments):
+        raise RuntimeError(
+            "packed_sdpa: since this asyncio task (or greenlet, or context) armed or disarmed its documents, another "
+            "one has armed or disarmed others; arm right before the forward, with no await or switch between them, or "
+            "give an attached model its documents as arguments"
+        )
 
 
 @_torch_private.untraced("packed_sdpa ties documents to the graph of a forward")
@@ -131,29 +150,57 @@ def keep_documents(output: object, documents: ArmedDocuments | None) -> None:
             keep_documents(entry, documents)
 
 
-def keep_for_recompute(output: Tensor, documents: ArmedDocuments) -> bool:
+class Kept(enum.Enum):
+    """What keeps documents for a recompute."""
+
+    NOT = enum.auto()  # nothing can ask for one
+    BY_NODES = enum.auto()  # all autograd nodes that may ask for one
+    IN_RING = enum.auto()  # for some the last 16 are all there is
+
+
+def keep_for_recompute(output: Tensor, documents: ArmedDocuments) -> Kept:
     """As :func:`keep_documents` for an attention call's output.
 
     Without a graph of its own it may be in the region of a reentrant checkpoint (any torch.autograd.Function that runs
-    it in its forward), whose node then keeps the documents. An evaluation without gradients keeps nothing: False.
+    it in its forward), whose node then keeps the documents. An evaluation without gradients keeps nothing.
     """
     if output.requires_grad:
         keep_documents(output, documents)
-        return True
-    return not torch.is_grad_enabled() and keep_for_functions(documents)
+        return Kept.BY_NODES
+    return Kept.NOT if torch.is_grad_enabled() else keep_for_functions(documents)
 
 
-def keep_for_functions(documents: ArmedDocuments) -> bool:
-    """The node of every torch.autograd.Function whose forward runs here keeps ``documents``; False: none runs."""
-    found = False
+def keep_for_functions(documents: ArmedDocuments) -> Kept:
+    """The node of every torch.autograd.Function whose forward runs here keeps ``documents``."""
+    kept = Kept.NOT
     for metadata in _torch_private.metadata_of_running_functions():
-        found = True
         if metadata is None:
             ops.keep_documents(documents.id)
+            kept = Kept.IN_RING
         else:
             _add(metadata, documents)
-    return found
+            kept = Kept.BY_NODES if kept is Kept.NOT else kept
+    return kept
 
 
 def _add(metadata: dict[str, Any], documents: ArmedDocuments) -> None:
-    metadata.setdefault(_METADATA_KEY, {})[documents.id] = documents
+    _mark(metadata)[documents.id] = documents
+
+
+# A node that attention looked for its documents under, with or without finding any, is marked by the key.
+
+
+def _mark(metadata: dict[str, Any]) -> dict[int, ArmedDocuments]:
+    return metadata.setdefault(_METADATA_KEY, {})
+
+
+def _mark_running_functions() -> None:
+    for metadata in _torch_private.metadata_of_running_functions():
+        if metadata is not None:
+            _mark(metadata)
+
+
+def _asked_by_a_marked_function() -> bool:
+    """So it was made before the region that it recomputes."""
+    metadata = _torch_private.metadata_of_current_function()
+    return metadata is not None and _METADATA_KEY in metadata

@@ -39,10 +39,12 @@ from packed_sdpa.documents import (
 )
 from packed_sdpa.guard import add_around, arounds_of, remove_around
 from packed_sdpa.hooks import BREAKS_AT_ATTENTION, forward_scope, hook_attention, new_attachment, run_scoped
+from packed_sdpa.interception import check_greenlet
 from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
 from packed_sdpa.records import ModuleRecord
-from packed_sdpa.scope import ForwardScope, Ledger, pop_scope, push_scope, scope_of
+from packed_sdpa.repeats import ForwardNote, check_repeat, note_forward, notes_for
+from packed_sdpa.scope import ForwardScope, Ledger, is_inside, leave_module, pop_scope, push_scope, scope_of
 
 BREAKS_AT_OUTER = (
     "packed_sdpa reads the documents of each forward outside of the graph; compile the layers with fullgraph=True, or "
@@ -102,6 +104,10 @@ class Attachment:
         self.number = new_attachment()
         self._mask_audit = DenseMaskAudit(on_mask, self.ledger.warned)
         self._undo: list[Callable[[], None]] = []
+        self._outer: list[tuple[nn.Module, _AroundOuter]] = []
+        self.has_ended = False
+        self._notes: weakref.WeakSet[ForwardNote] = weakref.WeakSet()  # of packed forwards that may be recomputed
+        self._stays = False  # some of those cannot be noted
         self._attached_at: tuple[int, int] = ops.this_place()
         self._run_scoped = torch.compiler.disable(run_scoped, recursive=False, reason=BREAKS_AT_OUTER)
         self._parameters = {module: forward_parameters(module) for module in found.outer}
@@ -118,7 +124,9 @@ class Attachment:
                 self._undo.append(hf.switch_implementation(config))
             outer = torch.compiler.disable(self._outer_forward, recursive=False, reason=BREAKS_AT_OUTER)
             for module in self.found.outer:
-                self._put_around(module, _AroundOuter(module, self, outer))
+                around = _AroundOuter(module, self, outer)
+                self._outer.append((module, around))
+                add_around(module, around)
             for _, module in self.found.interface:
                 self._put_around(module, _AroundAttention(module, self))
             for _, module in self.found.hooks:
@@ -137,31 +145,50 @@ class Attachment:
             if not done:
                 self.undo()
 
-    def _put_around(self, module: nn.Module, around: _AroundOuter | _AroundAttention) -> None:
+    def _put_around(self, module: nn.Module, around: _AroundAttention) -> None:
         self._undo.append(lambda: remove_around(module, around))
         add_around(module, around)
 
     def undo(self) -> None:
+        """The interface has nothing in the layers that could tell, in backward, that the model was attached before;
+        so what is around its outer forwards goes with the last graph that may repeat one."""
         while self._undo:
             self._undo.pop()()
+        self.has_ended = True
+        for note in list(self._notes):
+            weakref.finalize(note, self._remove_outer).atexit = False
+        self._remove_outer()
+
+    def _remove_outer(self) -> None:
+        if self._stays or list(self._notes):
+            return
+        while self._outer:
+            remove_around(*self._outer.pop())
 
     # ---- around the outer forward
 
-    def _outer_forward(self, module: nn.Module, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def _outer_forward(
+        self, module: nn.Module, way: str, proceed: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        """``way``: by which of its two methods the module runs, ``__call__`` (within which is ``forward``)."""
         if self.enabled:
-            prepared = self._prepare(module, args, kwargs)
+            prepared = self._prepare(module, way, args, kwargs)
             if prepared is None:
-                return proceed(*args, **kwargs)
+                try:
+                    return proceed(*args, **kwargs)
+                finally:
+                    leave_module(self.ledger)
             scope, args, kwargs = prepared
         else:  # a scope without documents hides those that are armed by hand; its ledger is read by nobody
             scope = ForwardScope(Ledger(), None, frozenset(), self.on_mask, None)
+        scope.inside.append((module, way))
         documents = scope.documents
         armed = None if documents is None else documents.armed
         noted = self._noted(armed)
         try:
             try:
                 push_scope(scope)
-                self._enter(noted, scope)
+                self._enter(noted, scope, module)
                 result = self._run(armed, proceed, args, kwargs)
             finally:
                 self._leave(noted, scope)
@@ -181,14 +208,44 @@ class Attachment:
         return forward_scope(armed, self.number)
 
     @_torch_private.untraced(BREAKS_AT_OUTER)
-    def _enter(self, noted: forward_scope | None, scope: ForwardScope) -> None:
+    def _enter(self, noted: forward_scope | None, scope: ForwardScope, module: nn.Module) -> None:
+        armed = None
         if scope.documents is not None:
             scope.ledger.packed.add(scope)
+            armed = scope.documents.armed
+        if _torch_private.in_backward():
+            check_repeat(module, armed)
+        if not torch.is_grad_enabled() and not _torch_private.in_func_transform():
+            self._note(module, armed)
         if noted is None:
             return
         noted.__enter__()
         if _torch_private.in_backward() and not (self.enabled and self._are_arguments(scope.documents)):
             documents_of_call((self.number,), self._attached_at)  # raises when they are not those of the forward
+
+    def _note(self, module: nn.Module, documents: ArmedDocuments | None) -> None:
+        note, everywhere = note_forward(module, documents)
+        if note is not None and documents is not None and self.found.interface:
+            self._notes.add(note)
+            self._stays |= not everywhere
+
+    @_torch_private.untraced(BREAKS_AT_OUTER)
+    def refuse_to_repeat(self, module: nn.Module) -> None:
+        """Detached: raises when a packed forward of this module is recomputed, which would run unpacked."""
+        if _attachment_in(module) is not None:
+            return
+        if not torch.is_grad_enabled():
+            note_forward(module, None)
+        if not _torch_private.in_backward():
+            return
+        notes = notes_for(module)
+        if any(note in self._notes for note in notes) or (
+            self._stays and not notes and _torch_private.metadata_of_current_function() is not None
+        ):
+            raise RuntimeError(
+                f"packed_sdpa: a forward of {type(module).__name__} is recomputed in backward after the model was "
+                "detached, and it would not find the documents under which it ran; detach after backward"
+            )
 
     def _are_arguments(self, documents: Documents | None) -> bool:
         """They came with the forward's arguments, so a recompute of the whole forward is given them again."""
@@ -209,16 +266,31 @@ class Attachment:
         if noted is not None:
             noted.__exit__()
 
+    def _check_not_inside(self, running: ForwardScope, module: nn.Module, way: str) -> None:
+        check_greenlet(running.greenlet)
+        packs = running.documents is not None or callable(self.documents)
+        if packs and is_inside(self.ledger, module, way):
+            raise RuntimeError(
+                f"packed_sdpa: a forward of {type(module).__name__} began in the middle of another one, in the same "
+                "thread (in a signal handler, a hook or a __del__?), whose documents would be taken for its own; run "
+                "it in a thread of its own, or use copy.deepcopy(model), attached by itself"
+            )
+
     @_torch_private.untraced(BREAKS_AT_OUTER)
-    def _prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[ForwardScope, tuple, dict] | None:
+    def _prepare(
+        self, module: nn.Module, way: str, args: tuple, kwargs: dict
+    ) -> tuple[ForwardScope, tuple, dict] | None:
         """The scope of an outer forward, and the arguments that go on; None within one that counts already."""
         parameters = self._parameters[module]
         check_keywords(kwargs, parameters.names)
         arguments = parameters.by_name(args, kwargs)
         seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
         running = scope_of(self.ledger)
-        if running is not None and (running.documents is not None or seen <= running.seen):
-            return None
+        if running is not None:
+            self._check_not_inside(running, module, way)
+            if running.documents is not None or seen <= running.seen:
+                running.inside.append((module, way))
+                return None
         documents, arguments = self._find(arguments, args, kwargs, outermost=running is None)
         kwargs = {name: value for name, value in kwargs.items() if self._goes_on(module, name)}
         if documents is None and (_torch_private.in_func_transform() or _torch_private.tracer() is not None):
@@ -383,12 +455,19 @@ class _AroundOuter:
         self._run = run
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return self._around("__call__", call, args, kwargs)
+
+    def around_forward(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return self._around("forward", call, args, kwargs)
+
+    def _around(self, way: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if self.attachment.has_ended:
+            self.attachment.refuse_to_repeat(self._module)
+            return call(*args, **kwargs)
         run = self._run
         if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
             run = self.attachment._outer_forward  # which says why not; export itself refuses a disabled function
-        return run(self._module, call, args, kwargs)
-
-    around_forward = around_call
+        return run(self._module, way, call, args, kwargs)
 
 
 class _AroundAttention:
@@ -401,7 +480,9 @@ class _AroundAttention:
         self.attachment = attachment
 
     def around_call(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            _torch_private.break_graph_unless_names_are_traced()
+        elif not torch.compiler.is_compiling():
             self.attachment.saw_attention(self._module)
         return call(*args, **kwargs)
 
@@ -555,7 +636,8 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 
 def _attachment_in(model: nn.Module) -> Attachment | None:
     arounds = (around for module in model.modules() for around in arounds_of(module))
-    return next((a.attachment for a in arounds if isinstance(a, (_AroundOuter, _AroundAttention))), None)
+    attachments = (a.attachment for a in arounds if isinstance(a, (_AroundOuter, _AroundAttention)))
+    return next((attachment for attachment in attachments if not attachment.has_ended), None)
 
 
 def _attach_again(

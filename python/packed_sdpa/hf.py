@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from packed_sdpa import _torch_private
-from packed_sdpa.armed import ArmedDocuments
-from packed_sdpa.arming import documents_armed_by_hand, refuse_documents_in_tracer
+from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_documents, keep_for_functions
+from packed_sdpa.arming import ARMED_BY_HAND, documents_armed_by_hand, refuse_documents_in_tracer
 from packed_sdpa.choice import choice_of
 from packed_sdpa.documents import Documents, from_doc_ids
 from packed_sdpa.functional import attention_on_tensors
@@ -211,7 +211,14 @@ def _documents_outside_attach(mask_function: Callable, attention_mask: Tensor | 
             if attention_mask is not None:
                 ids = ids.masked_fill(attention_mask == 0, 0)
             return from_doc_ids(ids, "position_ids")
-    return documents_armed_by_hand()
+    if torch.compiler.is_compiling():
+        return documents_armed_by_hand()
+    armed = documents_of_call((), (0, 0))  # in a recompute of the whole forward those that it ran under
+    if armed is None:
+        return None
+    if not torch.is_grad_enabled():
+        keep_for_functions(armed)
+    return Documents(armed, ARMED_BY_HAND)
 
 
 def _audit(
@@ -403,6 +410,8 @@ def document_attention(
         backend=attention_mask.documents.backend,
     )
     if not torch.compiler.is_compiling():
+        if attention_mask.ledger is None:  # no outer forward that would
+            keep_documents(out, attention_mask.documents)
         _count_taken(module, query, key, value, attention_mask, dropout)
     return out.transpose(1, 2), None
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from packed_sdpa import _torch_private, guard, hf, interception
 from packed_sdpa._library import ops
-from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_documents
+from packed_sdpa.armed import ArmedDocuments, Kept, documents_of_call, keep_documents
 from packed_sdpa.records import ModuleRecord
 from packed_sdpa.scope import NOTES_FORWARDS
 from packed_sdpa.state import _PACKED_STATE
@@ -79,7 +79,7 @@ class AttentionHook:
     """One hooking of one module: the real pre/post hook pair, and the guard around it.
 
     Once it is ended (unhooked) it still repeats, in backward, the forwards that ran under it, and goes with the last of
-    their documents.
+    their documents; it stays when some of them cannot be followed (`Kept.IN_RING`).
     """
 
     is_copy = False  # came with a module that was copied: does nothing
@@ -100,6 +100,7 @@ class AttentionHook:
         self._warned: set[str] = set()
         self._hooked_at: tuple[int, int] = ops.this_place()
         self._has_ended = False
+        self._stays = False
         self._latest: weakref.ref[ArmedDocuments] | None = None
         self._ran_under: weakref.WeakSet[ArmedDocuments] = weakref.WeakSet()
         self._handles = (
@@ -121,7 +122,7 @@ class AttentionHook:
         self._remove_if_unused()
 
     def _remove_if_unused(self) -> None:
-        if not list(self._ran_under):  # its length counts some that are gone
+        if not self._stays and not list(self._ran_under):  # its length counts some that are gone
             self._remove()
 
     def _remove(self) -> None:
@@ -168,8 +169,12 @@ class AttentionHook:
             )
         return documents
 
-    def may_repeat(self, documents: ArmedDocuments) -> None:
-        """A backward may ask for a call under these documents once more."""
+    def may_repeat(self, documents: ArmedDocuments, kept: Kept) -> None:
+        """A backward may ask for a call under these documents once more, if anything keeps them."""
+        if kept is Kept.NOT:
+            return
+        if kept is Kept.IN_RING:
+            self._stays = True
         if self._latest is None or self._latest() is not documents:
             self._latest = weakref.ref(documents)
             self._ran_under.add(documents)

@@ -17,6 +17,7 @@ any point.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -40,12 +41,29 @@ T = TypeVar("T")
 class Frame:
     """One running forward of a hooked module."""
 
-    __slots__ = ("calls", "hook", "in_forward")
+    __slots__ = ("calls", "greenlet", "hook", "in_forward")
 
     def __init__(self, hook: AttentionHook) -> None:
         self.hook = hook
+        self.greenlet = current_greenlet()
         self.calls = 0  # attention calls that were seen
         self.in_forward = False  # the module's forward has begun
+
+
+def current_greenlet() -> object:
+    """Of a thread's greenlets the one that runs; None where nobody uses any."""
+    greenlet = sys.modules.get("greenlet")
+    return None if greenlet is None else greenlet.getcurrent()
+
+
+def check_greenlet(of_running: object) -> None:
+    """Raises when another greenlet of this thread stands in the middle of a forward."""
+    if of_running is not current_greenlet():
+        raise RuntimeError(
+            "packed_sdpa: another greenlet of this thread was left in the middle of an attached or hooked forward, "
+            "whose documents would be taken for those of this one; switch greenlets between forwards, or run them in "
+            "threads"
+        )
 
 
 class _ThreadState(threading.local):
@@ -127,6 +145,8 @@ def enter(hook: AttentionHook) -> Frame:
     global _outer, _before_outer, _has_swapped, _is_swapped
     frame = Frame(hook)
     frames = _thread.frames
+    if frames:
+        check_greenlet(frames[-1].greenlet)
     frames.append(frame)
     thread = threading.get_ident()
     if thread not in _inside or F.scaled_dot_product_attention is not _packed:

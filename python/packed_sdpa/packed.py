@@ -93,6 +93,7 @@ def _packed_varlen_sdpa(
         return _untraced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     frame = interception.current_frame()
     if frame is not None:
+        interception.check_greenlet(frame.greenlet)
         frame.calls += 1
     documents: ArmedDocuments | None = None
     reason = _reason_without_documents(frame, query, key, value)
@@ -133,8 +134,9 @@ def _packed_varlen_sdpa(
 
 
 def _keep(frame: Frame | None, output: Tensor, documents: ArmedDocuments) -> None:
-    if keep_for_recompute(output, documents) and frame is not None:
-        frame.hook.may_repeat(documents)
+    kept = keep_for_recompute(output, documents)
+    if frame is not None:
+        frame.hook.may_repeat(documents, kept)
 
 
 @_torch_private.untraced(BREAKS_AT_THE_CALL)
@@ -165,6 +167,7 @@ def _packed_multi_head_attention(
         heads = F.linear(query, qkv_weight, qkv_bias).unflatten(-1, (3, num_head, -1)).permute(2, 0, 3, 1, 4)
         frame = interception.current_frame()
         assert frame is not None
+        interception.check_greenlet(frame.greenlet)
         causal = frame.hook.is_causal()
         documents = frame.hook.documents() if causal else None
         reason = NOT_CAUSAL if not causal else UNARMED if documents is None else _mismatch(documents, *heads)
@@ -173,8 +176,8 @@ def _packed_multi_head_attention(
             return F.linear(out.transpose(1, 2).flatten(-2), proj_weight, proj_bias), None
         frame.calls += 1
         _count_passed(frame, reason, documents, *heads)
-        if documents is not None and keep_for_functions(documents):
-            frame.hook.may_repeat(documents)
+        if documents is not None:
+            frame.hook.may_repeat(documents, keep_for_functions(documents))
     return interception.without_catching(
         _torch_private.NATIVE_MULTI_HEAD_ATTENTION,
         *(query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from packed_sdpa import _torch_private
 from packed_sdpa.documents import Documents
+from packed_sdpa.interception import check_greenlet, current_greenlet
 from packed_sdpa.records import ModuleRecord
 
 NOTES_FORWARDS = "packed_sdpa notes which forward runs"
@@ -37,7 +38,10 @@ class Ledger:
 class ForwardScope:
     """One outer forward. ``documents`` None: it runs unpacked."""
 
-    __slots__ = ("dense_mask", "documents", "gave_masks", "ledger", "on_mask", "ran", "seen", "taken_before")
+    __slots__ = (
+        *("dense_mask", "documents", "gave_masks", "greenlet", "inside", "ledger", "on_mask", "ran", "seen"),
+        "taken_before",
+    )
 
     def __init__(
         self, ledger: Ledger, documents: Documents | None, seen: frozenset[str], on_mask: str, dense_mask: Tensor | None
@@ -47,6 +51,8 @@ class ForwardScope:
         self.seen = seen  # names of the arguments in which documents were looked for
         self.on_mask = on_mask
         self.dense_mask = dense_mask  # the caller's own 4-D mask, audited where the layer's rule is known
+        self.greenlet = current_greenlet()
+        self.inside: list[tuple[nn.Module, str]] = []  # modules whose call or forward runs
         self.gave_masks = False  # that carry the documents, to layers of the interface
         self.taken_before = ledger.taken() if documents is not None else 0
         self.ran: dict[nn.Module, tuple[int, int]] = {}  # attention modules that ran -> (taken, calls) before they did
@@ -70,8 +76,23 @@ def scope_of(ledger: Ledger) -> ForwardScope | None:
     return next((scope for scope in reversed(_STACK.scopes) if scope.ledger is ledger), None)
 
 
+def is_inside(ledger: Ledger, module: nn.Module, way: str) -> bool:
+    """A call or forward of the module runs within an outer forward of this thread, or is one."""
+    return any((module, way) in scope.inside for scope in _STACK.scopes if scope.ledger is ledger)
+
+
+@_torch_private.untraced(NOTES_FORWARDS)
+def leave_module(ledger: Ledger) -> None:
+    """Ends the call or forward of a module that began last in the running outer forward."""
+    scope = scope_of(ledger)
+    if scope is not None and scope.inside:
+        scope.inside.pop()
+
+
 @_torch_private.untraced(NOTES_FORWARDS)
 def push_scope(scope: ForwardScope) -> None:
+    if _STACK.scopes:
+        check_greenlet(_STACK.scopes[-1].greenlet)
     _STACK.scopes.append(scope)
 
 

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
-from packed_sdpa.armed import ArmedDocuments, documents_with
+from packed_sdpa.armed import ARMED_IN_CONTEXT, ArmedDocuments, documents_with
 from packed_sdpa.functional import available_backends
 
 
 class _Token:
     """What `_ThreadSharedVar.set` returns: undoes that one set, once, in the thread that called it."""
 
-    __slots__ = ("_core", "_variable")
+    __slots__ = ("_core", "_variable", "context_before")
 
     def __init__(self, core: Any, variable: _ThreadSharedVar) -> None:
         self._core = core
         self._variable = variable
+        self.context_before: int | None = None
 
     def __del__(self) -> None:
         self._core = None
@@ -91,7 +92,14 @@ class _ArmedState(_ThreadSharedVar):
                 f"the armed state holds ArmedDocuments, (doc_ids, backend) or None, got {type(value).__name__}; "
                 "arm with enable_cp1_packed_varlen(doc_ids, backend)"
             )
-        return super().set(value)
+        token = super().set(value)
+        token.context_before = ARMED_IN_CONTEXT.get()
+        ARMED_IN_CONTEXT.set(self._documents_id(value))
+        return token
+
+    def reset(self, token: _Token) -> None:
+        super().reset(token)
+        ARMED_IN_CONTEXT.set(token.context_before)
 
     def _documents_id(self, value: object) -> int:
         return value.id if isinstance(value, ArmedDocuments) else 0

@@ -101,9 +101,9 @@ struct Clock {
   uint64_t thread = 1;
   uint64_t sequence = 0;
 
-  Moment forward() const { return {thread, sequence, kNoGraphTask, std::nullopt, false, {}}; }
+  Moment forward() const { return {thread, sequence, kNoGraphTask, std::nullopt, Precedes::kNo, {}}; }
   Moment backward(int64_t task, NodePlace node, const std::shared_ptr<BackwardTask>& alive,
-                  bool precedes = false) const {
+                  Precedes precedes = Precedes::kNo) const {
     return {thread, sequence, task, node, precedes, alive};
   }
   NodePlace make_node() { return {thread, sequence++}; }
@@ -120,7 +120,7 @@ struct Process {
     timeline.armed(clock.forward(), documents, true);
   }
   int call() { return number_of(timeline.resolve(clock.forward(), {}, {armed, true})); }
-  int recompute(NodePlace node, int64_t graph_task = 1, bool precedes = false) {
+  int recompute(NodePlace node, int64_t graph_task = 1, Precedes precedes = Precedes::kNo) {
     return number_of(timeline.resolve(clock.backward(graph_task, node, task, precedes), {}, {armed, true}));
   }
 };
@@ -170,7 +170,7 @@ TEST(Timeline, RecomputeReadsTheForwardOfItsNode) {
   EXPECT_EQ(process.recompute(in_a), 1);
   EXPECT_EQ(process.recompute(in_b), 2);
   EXPECT_EQ(process.recompute(before_a), 1);
-  EXPECT_EQ(process.recompute(before_a, 1, /*precedes=*/true), 1);
+  EXPECT_EQ(process.recompute(before_a, 1, Precedes::kYes), 1);
   EXPECT_EQ(process.recompute(unarmed), 0);
 }
 
@@ -185,12 +185,12 @@ TEST(Timeline, DeeperBackwardsFollowTheNodeThatAsked) {
   process.call();
   const NodePlace tail_of_b = process.clock.make_node();
   const NodePlace inner = process.clock.make_node();  // made by the recompute, before its first call
-  EXPECT_EQ(process.recompute(outer, 1, true), 1);
+  EXPECT_EQ(process.recompute(outer, 1, Precedes::kYes), 1);
   expect_error(
       "cannot tell whether autograd node 1 of thread 1 was made by a recompute or by the forward before it.",
       [&] { process.recompute(tail_of_b, 2); });
   const NodePlace after_call = process.clock.make_node();
-  EXPECT_EQ(process.recompute(inner, 2, true), 1);
+  EXPECT_EQ(process.recompute(inner, 2, Precedes::kYes), 1);
   EXPECT_EQ(process.recompute(after_call, 2), 1);
   EXPECT_EQ(process.recompute(tail_of_b, 1), 2);  // same backward: not deeper
   process.task.reset();                           // the backward has ended, however
@@ -256,7 +256,7 @@ TEST(Timeline, ANodeBeforeOrBehindItsRegion) {
     if (!same_after) process.arm(value(2));
     process.call();
     Moment now = process.clock.backward(1, node, process.task);
-    now.node_precedes_region = true;
+    now.node_precedes_region = Precedes::kMaybe;
     return number_of(process.timeline.resolve(now, {}, {}));
   };
   EXPECT_EQ(read(true, true), 1);
@@ -293,7 +293,7 @@ TEST(Timeline, DocumentsOfOneForwardThatDiffer) {
   other.timeline.enter_scope(recompute, 7, b);
   expect_error(
       "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
-      "overwritten, or its handle switched on or off?",
+      "overwritten, its handle switched on or off, or its model attached anew?",
       [&] {
         other.timeline.resolve(recompute, {{7}, {}}, {});
       });
@@ -337,7 +337,7 @@ TEST(Timeline, AFollowerKnowsWhatItsOwnCallsSaw) {
   Process process;
   const TimelinePtr a = value(1);
   const TimelinePtr b = value(2);
-  process.timeline.armed({2, 0, kNoGraphTask, std::nullopt, false, {}}, a, true);  // another thread
+  process.timeline.armed({2, 0, kNoGraphTask, std::nullopt, Precedes::kNo, {}}, a, true);  // another thread
   const auto call = [&](const TimelinePtr& seen) {
     return number_of(process.timeline.resolve(process.clock.forward(), {}, {seen, false}));
   };
@@ -353,11 +353,43 @@ TEST(Timeline, AFollowerKnowsWhatItsOwnCallsSaw) {
   EXPECT_EQ(process.recompute(first), 1);
   EXPECT_EQ(process.recompute(in_call), 1);
   EXPECT_EQ(process.recompute(last), 2);
-  EXPECT_EQ(process.recompute(between, 1, /*precedes=*/true), 2);  // its region's own call is the next
+  EXPECT_EQ(process.recompute(between, 1, Precedes::kYes), 2);  // its region's own call is the next
   expect_error(
       "the documents of autograd node 3 of thread 1 were armed by another thread at a place that cannot be "
       "told.",
       [&] { process.recompute(between); });
+  expect_error(
+      "cannot tell whether autograd node 3 of thread 1 was made before the region that is recomputed, or at "
+      "its "
+      "end, and other documents were armed between them.",
+      [&] { process.recompute(between, 1, Precedes::kMaybe); });
+}
+
+TEST(Timeline, ANodeWithNoCallAfterItIsTheLastOfItsRegion) {
+  Process process;
+  process.arm(value(1));
+  process.call();
+  EXPECT_EQ(process.recompute(process.clock.make_node(), 1, Precedes::kMaybe), 1);
+}
+
+// A model that was attached again: its first scope is in a recompute of a forward under the earlier
+// attachment.
+TEST(Timeline, ARecomputeOfAForwardUnderAnEarlierAttachment) {
+  const auto read = [](int documents) {
+    Process process;
+    const TimelinePtr a = value(1);
+    const int64_t scope = process.timeline.enter_scope(process.clock.forward(), 7, a);
+    const NodePlace node = process.clock.make_node();
+    process.timeline.leave_scope(process.clock.forward(), scope);
+    const Moment now = process.clock.backward(1, node, process.task);
+    process.timeline.enter_scope(now, 8, value(documents));
+    return number_of(process.timeline.resolve(now, {{8, 7}, {}}, {}));
+  };
+  EXPECT_EQ(read(1), 1);
+  expect_error(
+      "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
+      "overwritten, its handle switched on or off, or its model attached anew?",
+      [&] { read(2); });
 }
 
 TEST(Timeline, HistoryIsBounded) {

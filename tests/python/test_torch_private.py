@@ -348,7 +348,15 @@ def keeping(private):
             metadata["packed_sdpa_test"] = 1
             return x * 2
 
-    assert private.node_metadata(Function.apply(torch.ones(2, requires_grad=True)))["packed_sdpa_test"] == 1
+        @staticmethod
+        def backward(ctx, grad):
+            assert private.metadata_of_current_function()["packed_sdpa_test"] == 1
+            return grad
+
+    out = Function.apply(torch.ones(2, requires_grad=True))
+    assert private.node_metadata(out)["packed_sdpa_test"] == 1
+    out.sum().backward()
+    assert private.metadata_of_current_function() is None
 
 
 NEEDED_FOR = {
@@ -370,6 +378,7 @@ NEEDED_FOR = {
     "torch._C._nn.scaled_dot_product_attention": catching,
     "torch._native_multi_head_attention": catching,
     "torch._C._is_fwd_grad_enabled": keeping,
+    "torch._C._current_autograd_node": keeping,
     "torch._C._FunctionBase": keeping,
 }
 
