@@ -51,17 +51,18 @@ std::string shape_string(const at::Tensor& tensor) {
   return text.str();
 }
 
-at::Tensor ids(const at::Tensor& ids, const char* argument) {
-  TORCH_CHECK_VALUE(ids.defined(), argument, " is an undefined tensor; give an integer tensor [B, S] or [S]");
-  has_values(ids, argument);
-  TORCH_CHECK_TYPE(is_integral_or_bool(ids.scalar_type()), argument,
-                   " must have an integer dtype (or bool), got ", ids.scalar_type(),
+at::Tensor given_ids(const at::Tensor& given, const char* argument) {
+  TORCH_CHECK_VALUE(given.defined(), argument,
+                    " is an undefined tensor; give an integer tensor [B, S] or [S]");
+  has_values(given, argument);
+  TORCH_CHECK_TYPE(is_integral_or_bool(given.scalar_type()), argument,
+                   " must have an integer dtype (or bool), got ", given.scalar_type(),
                    "; convert with .long()");
-  TORCH_CHECK_VALUE(ids.dim() == 1 || ids.dim() == 2, argument, " must be [B, S] or [S], got shape ",
-                    shape_string(ids));
-  TORCH_CHECK_VALUE(ids.numel() <= kMaxFlatRows, argument, " has ", ids.numel(),
+  TORCH_CHECK_VALUE(given.dim() == 1 || given.dim() == 2, argument, " must be [B, S] or [S], got shape ",
+                    shape_string(given));
+  TORCH_CHECK_VALUE(given.numel() <= kMaxFlatRows, argument, " has ", given.numel(),
                     " entries; at most 2**31 - 1 rows of a batch are supported, so split the batch");
-  const at::Tensor rows = ids.detach();
+  const at::Tensor rows = given.detach();
   return rows.dim() == 1 ? rows.unsqueeze(0) : rows;
 }
 
@@ -70,12 +71,12 @@ void not_negative(int64_t smallest, const char* argument) {
                     "; use 0 for padding and positive ids for documents");
 }
 
-at::Tensor host_ids(const at::Tensor& given, const char* argument, bool allow_negative) {
-  at::Tensor host = ids(given, argument)
+at::Tensor host_ids(const at::Tensor& given, const char* argument) {
+  at::Tensor host = given_ids(given, argument)
                         .to(at::TensorOptions(at::kCPU).dtype(at::kLong), /*non_blocking=*/false,
                             /*copy=*/true, at::MemoryFormat::Contiguous);
   // Large unsigned ids wrap when they become int64; only their equality counts.
-  if (!allow_negative && given.scalar_type() != at::kUInt64 && host.numel() > 0) {
+  if (given.scalar_type() != at::kUInt64 && host.numel() > 0) {
     not_negative(host.min().item<int64_t>(), argument);
   }
   return host;

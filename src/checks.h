@@ -18,10 +18,12 @@ bool in_func_transform();
 std::string shape_string(const at::Tensor& tensor);
 
 // doc_ids / position_ids: integer or bool, 1-D or 2-D; returns [B, S] where they are. No value is looked at.
-at::Tensor ids(const at::Tensor& ids, const char* argument);
+// TypeError: dtype; ValueError: undefined, another shape, more than 2^31 - 1 entries.
+at::Tensor given_ids(const at::Tensor& given, const char* argument);
+// ValueError when the smallest id is below 0.
 void not_negative(int64_t smallest, const char* argument);
-// The same as int64 [B, S] on the host, contiguous, a copy, values checked.
-at::Tensor host_ids(const at::Tensor& given, const char* argument, bool allow_negative);
+// given_ids as int64 [B, S] on the host, contiguous, a copy, values checked.
+at::Tensor host_ids(const at::Tensor& given, const char* argument);
 // seqlens / cu_seqlens: integer, 1-D; returns int64 on the host.
 at::Tensor host_lengths(const at::Tensor& lengths, const char* argument);
 

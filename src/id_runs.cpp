@@ -69,12 +69,12 @@ IdRuns find_id_runs_on_device(const at::Tensor& checked_ids, const char* argumen
 
 IdRuns find_id_runs(const at::Tensor& doc_ids) {
   const c10::InferenceMode normal_tensors(false);  // a layout outlives the mode it was made in
-  const at::Tensor ids = checks::ids(doc_ids, "doc_ids");
+  const at::Tensor ids = checks::given_ids(doc_ids, "doc_ids");
   if (ids.is_cuda() && ids.numel() > 0) {
     const int64_t capacity = std::min(ids.numel(), std::max(kMinCapacity, ids.numel() / kTokensPerRun));
     return find_id_runs_on_device(ids, "doc_ids", capacity);
   }
-  return find_on_host(checks::host_ids(doc_ids, "doc_ids", /*allow_negative=*/false));
+  return find_on_host(checks::host_ids(doc_ids, "doc_ids"));
 }
 
 at::Tensor ids_of(const IdRuns& runs) {

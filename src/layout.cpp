@@ -229,7 +229,7 @@ PackedLayout PackedLayout::from_cu_seqlens(const at::Tensor& cu_seqlens_q, const
 }
 
 PackedLayout PackedLayout::from_position_ids(const at::Tensor& position_ids) {
-  const at::Tensor given = checks::ids(position_ids, "position_ids");
+  const at::Tensor given = checks::given_ids(position_ids, "position_ids");
   const at::Tensor positions = given.to(given.is_cuda() ? given.device() : at::Device(at::kCPU), at::kLong);
   at::Tensor begins = at::zeros_like(positions);
   if (positions.size(1) > 0) {
@@ -276,6 +276,8 @@ const LayoutTensors& PackedLayout::tensors() const {
 
 const LayoutTensors& PackedLayout::tensors(const at::Device& device) const {
   if (device == data_->host.cu_seqlens_q.device()) return data_->host;
+  TORCH_CHECK_VALUE(!device.is_cuda() || device.has_index(), "device ", device,
+                    " has no index; say which one, as cuda:0");
   const std::lock_guard<std::mutex> guard(data_->copies_mutex);
   const auto [entry, is_new] = data_->copies.try_emplace(device.str());
   if (is_new) entry->second = device_layout(data_->host, data_->batch, data_->rows_q, data_->rows_k, device);

@@ -14,11 +14,6 @@ namespace packed_sdpa {
 
 namespace {
 
-std::vector<at::Tensor> as_list(const LayoutTensors& tensors) {
-  return {tensors.cu_seqlens_q,  tensors.cu_seqlens_k,     tensors.token_index_q,
-          tensors.token_index_k, tensors.diagonal_offsets, tensors.max_seqlens};
-}
-
 // Host tensors, and behind them those on the device of the ids (or positions) where they were read there.
 std::vector<at::Tensor> with_those_made_on(const at::Tensor& ids, const PackedLayout& layout) {
   std::vector<at::Tensor> tensors = as_list(layout.tensors());

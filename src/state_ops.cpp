@@ -11,15 +11,11 @@
 
 #include "packed_sdpa/state.h"
 #include "state_internal.h"
+#include "tensors.h"
 
 namespace packed_sdpa {
 
 namespace {
-
-std::vector<at::Tensor> as_list(const LayoutTensors& tensors) {
-  return {tensors.cu_seqlens_q,  tensors.cu_seqlens_k,     tensors.token_index_q,
-          tensors.token_index_k, tensors.diagonal_offsets, tensors.max_seqlens};
-}
 
 struct DocumentsHolder : torch::CustomClassHolder {
   explicit DocumentsHolder(DocumentsPtr held) : documents(std::move(held)) {}

@@ -4,6 +4,11 @@
 
 namespace packed_sdpa {
 
+std::vector<at::Tensor> as_list(const LayoutTensors& tensors) {
+  return {tensors.cu_seqlens_q,  tensors.cu_seqlens_k,     tensors.token_index_q,
+          tensors.token_index_k, tensors.diagonal_offsets, tensors.max_seqlens};
+}
+
 at::Tensor empty_laid_out_like(const at::Tensor& like, c10::SymInt dim) {
   const bool rows_over_heads = like.sym_stride(2) > like.sym_stride(1);
   if (rows_over_heads) {

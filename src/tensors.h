@@ -3,9 +3,14 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 #include "packed_sdpa/backend.h"
 
 namespace packed_sdpa {
+
+// The six tensors as they travel through an op's list (checks::layout_list is the way back).
+std::vector<at::Tensor> as_list(const LayoutTensors& tensors);
 
 // Uninitialized [B, H, rows, dim] as `like` lies in memory: [B, rows, H, dim] storage where its rows stride
 // over its heads (a transposed view of a projection), else contiguous.

@@ -356,8 +356,7 @@ TimelinePtr Timeline::armed_at(const NodePlace& node, Precedes precedes_region,
   }
   const bool is_within = at != nullptr && (at->is_open || node.sequence < at->to);
   const bool is_known = is_within && (at->exact_from || at->exact_to || at->last_call >= node.sequence);
-  // The first call after a node that precedes its region is that region's own, so a node with none after it
-  // does not.
+  // A node known to precede its region is followed by that region's own call.
   if (precedes_region == Precedes::kYes && after == nullptr) ran_without_us();
   if (precedes_region != Precedes::kNo && after != nullptr) {
     TimelinePtr value = value_of(*after);

@@ -46,8 +46,9 @@ class PackedLayout {
  public:
   // doc_ids: integer or bool [B, S] or [S], any device; 0 is padding, equal ids of one row are one document.
   // Ids are copied. Queries are rows row_offset .. row_offset + rows of each batch row (rows: the rest when
-  // not given). Ids on a CUDA device are searched for documents there; the host waits for them once, and
-  // tensors(device) of that device does not wait again.
+  // not given). Ids on a CUDA device are searched for documents there; the host waits for them once (twice
+  // for more than max(2^15, tokens / 4) stretches of equal ids), and tensors(device) of that device does not
+  // wait again.
   static PackedLayout from_doc_ids(const at::Tensor& doc_ids, int64_t row_offset = 0,
                                    std::optional<int64_t> rows = std::nullopt);
   // seqlens: integer [N], lengths of the documents of one row of `total` tokens (their sum when not given);
@@ -82,9 +83,9 @@ class PackedLayout {
   const LayoutTensors& tensors() const;  // on the host
   // For kernels on a device, copied there once and then kept. Padding between documents may be told as
   // documents (q = n, k = 0) and (q = 0, k = n), which saves a gather; totals and maxima are then those of
-  // that form.
+  // that form. ValueError: a CUDA device without an index.
   const LayoutTensors& tensors(const at::Device& device) const;
-  // Those that exist by now, one a device.
+  // Copies on devices that were made so far, one a device, in no particular order.
   std::vector<LayoutTensors> device_tensors() const;
 
   // Dense bool mask [B, L, S], true where a query sees a key. O(B * L * S): for debugging and tests only.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from packed_sdpa._library import ops
-from packed_sdpa.layout import LayoutTensors
+from packed_sdpa.layout import LayoutTensors, layouts_in
 
 
 class GraphLayout:
@@ -70,7 +70,7 @@ class GraphLayout:
         shape = (1, *doc_ids.shape) if doc_ids.dim() == 1 else tuple(doc_ids.shape)
         if shape != (self.batch, self.rows_k):
             raise ValueError(f"doc_ids must be [{self.batch}, {self.rows_k}] as this layout, got {list(doc_ids.shape)}")
-        host = ops.layout_from_doc_ids(doc_ids, 0, None)[:6]
+        host = layouts_in(ops.layout_from_doc_ids(doc_ids, 0, None))[0]
         in_order = ops.layout_in_row_order(host, self.batch, self.rows_q, self.rows_k, self.max_seqlen)
         if not in_order:
             raise ValueError(

@@ -35,8 +35,9 @@ def host_offsets(layout: LayoutTensors) -> tuple[Tensor, Tensor] | None:
     return (mirror[:count], mirror[count:]) if mirror.numel() > 0 else None
 
 
-def _by_sixes(tensors: list[Tensor]) -> list[LayoutTensors]:
-    return [LayoutTensors(*tensors[begin : begin + 6]) for begin in range(0, len(tensors), 6)]
+def layouts_in(tensors: list[Tensor]) -> list[LayoutTensors]:
+    size = len(LayoutTensors._fields)
+    return [LayoutTensors(*tensors[begin : begin + size]) for begin in range(0, len(tensors), size)]
 
 
 def _tensor(name: str, value: object) -> Tensor:
@@ -86,7 +87,7 @@ class PackedLayout:
 
         Raises ValueError (shape, negative ids, rows out of range) or TypeError (float ids).
         """
-        tensors, *copies = _by_sixes(ops.layout_from_doc_ids(_tensor("doc_ids", doc_ids), row_offset, rows))
+        tensors, *copies = layouts_in(ops.layout_from_doc_ids(_tensor("doc_ids", doc_ids), row_offset, rows))
         size = doc_ids.shape[-1]
         batch = doc_ids.shape[0] if doc_ids.dim() == 2 else 1
         return cls(tensors, batch, size - row_offset if rows is None else rows, size, tuple(copies))
@@ -119,7 +120,7 @@ class PackedLayout:
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> PackedLayout:
         """position_ids: ``[B, S]`` or ``[S]``; a document begins where one is not its left neighbour plus one."""
-        tensors, *copies = _by_sixes(ops.layout_from_position_ids(_tensor("position_ids", position_ids)))
+        tensors, *copies = layouts_in(ops.layout_from_position_ids(_tensor("position_ids", position_ids)))
         batch = position_ids.shape[0] if position_ids.dim() == 2 else 1
         return cls(tensors, batch, position_ids.shape[-1], position_ids.shape[-1], tuple(copies))
 

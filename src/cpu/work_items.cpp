@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <queue>
-#include <utility>
+#include <tuple>
 
 namespace packed_sdpa::cpu {
 namespace {
@@ -132,21 +132,24 @@ std::vector<WorkItem> spread_key_blocks(const std::vector<WorkItem>& items,
   };
   std::vector<WorkItem> spread;
   spread.reserve(items.size());
-  // The next block of each open head, heaviest first and, of equals, in the order of items.
-  std::priority_queue<std::pair<int64_t, int64_t>> open;
+  // The next block of each open head: heaviest first, of equals the first of its head, then in the order of
+  // items.
+  std::priority_queue<std::tuple<int64_t, int64_t, int64_t>> open;
+  const auto push = [&](size_t item) {
+    open.push({weight(item), -int64_t{items[item].block}, -static_cast<int64_t>(item)});
+  };
   const auto open_heads = [&] {
     while (open.size() < max_open && next < items.size() && is_block(items[next])) {
-      open.push({weight(next), -static_cast<int64_t>(next)});
+      push(next);
       next_head();
     }
   };
   for (open_heads(); !open.empty(); open_heads()) {
-    const size_t item = static_cast<size_t>(-open.top().second);
+    const size_t item = static_cast<size_t>(-std::get<2>(open.top()));
     open.pop();
     spread.push_back(items[item]);
     const size_t after = item + 1;
-    if (after < items.size() && items[after].block != 0)
-      open.push({weight(after), -static_cast<int64_t>(after)});
+    if (after < items.size() && items[after].block != 0) push(after);
   }
   spread.insert(spread.end(), items.begin() + static_cast<std::ptrdiff_t>(spread.size()), items.end());
   return spread;

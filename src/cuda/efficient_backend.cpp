@@ -1,18 +1,15 @@
 // torch's memory-efficient varlen kernels: float32, and head dims that flash refuses.
 //
 // What their source asks for (read in torch 2.13 and 2.14):
-// - operands [1, T, H, D], one count of heads: keys and values of grouped heads are repeated (O(tokens)
-// memory);
+// - operands [1, T, H, D], one count of heads: keys and values of grouped heads are repeated (O(tokens));
 // - lse is [N, H, longest query, to whole 32]: documents go in chunks, so that it stays O(tokens);
-// - a row that sees no key gets lse -inf and an undefined out; gradients of documents without queries or keys
-// are
-//   undefined: these rows are set to zero here;
-// - dropout's random state is on the host, and its counters overlap between documents of different length:
-// refused;
+// - a row that sees no key gets lse -inf and an undefined out, and gradients of documents without queries or
+//   keys are undefined: these rows are set to zero here;
+// - dropout's random state is on the host, and documents of different length share counters: refused;
 // - window_size (kernel_forward.h, kernel_backward.h; the same in 2.11) is for causal masks only and counts
-// the
-//   row itself: key > place - window_size, so it is left + 1. Forward takes place = query + keys - queries,
-//   backward place = query: equal only where documents have as many queries as keys, others are refused.
+//   the row itself, key > place - window_size, so it is left + 1. Forward takes place = query + keys -
+//   queries, backward place = query: equal only where documents have as many queries as keys, so others are
+//   refused.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -164,13 +161,13 @@ class EfficientBackend final : public AttentionBackend {
               "its dropout keeps random state on the host and shares it between documents (dropout_p " +
                   std::to_string(request.dropout_p) + ")");
     const bool has_window = request.mask.window_left >= 0;
+    const std::string window = " (" + std::to_string(request.mask.window_left) + ", " +
+                               std::to_string(request.mask.window_right) + ")";
     refuse_if(!request.mask.is_causal && (has_window || request.mask.window_right >= 0),
-              "it takes windows with is_causal only (" + std::to_string(request.mask.window_left) + ", " +
-                  std::to_string(request.mask.window_right) + ")");
+              "it takes windows with is_causal only" + window);
     refuse_if(has_window && (request.has_unequal_counts || !request.bottom_right),
-              "it takes windows of documents with as many queries as keys only");
-    refuse_if(has_window && request.has_gaps,
-              "a window counts rows, and a document here has other rows between its own");
+              "it takes windows of documents with as many queries as keys only" + window);
+    refuse_if(has_window && request.has_gaps, kWindowOverGaps + window);
     refuse_if(!request.bottom_right && !request.mask.is_causal,
               "queries that do not end with their document's keys need is_causal");
     const int64_t documents = documents_for_kernel(request);

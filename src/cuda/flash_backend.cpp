@@ -120,8 +120,7 @@ class FlashBackend final : public AttentionBackend {
                                                           std::to_string(request.head_dim_v));
     refuse_if(!request.bottom_right && !request.mask.is_causal,
               "queries that do not end with their document's keys need is_causal");
-    refuse_if(request.has_gaps && has_window(request.mask),
-              "a window counts rows, and a document here has other rows between its own");
+    refuse_if(request.has_gaps && has_window(request.mask), kWindowOverGaps);
     const int64_t limit = documents_a_call(request.batch * request.rows_q);
     const int64_t documents = documents_for_kernel(request);
     refuse_if(documents > limit && !request.host_offsets,

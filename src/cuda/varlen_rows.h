@@ -4,12 +4,10 @@
 //
 // Padding reaches a kernel in one of three ways:
 // - behind the last document: not at all; its rows of the results are filled with zeros afterwards;
-// - as documents (q = n, k = 0) and (q = 0, k = n), made when the layout goes to the device
-// (device_layout.h): the
-//   kernel writes zeros for them and no operand is copied;
+// - as documents (q = n, k = 0) and (q = 0, k = n), made when the layout goes to the device: the kernel
+//   writes zeros for them and no operand is copied;
 // - where token indices are left (gaps, or so many short runs of padding that documents would cost more):
-// rows are
-//   gathered, and results scattered into zeros.
+//   rows are gathered, and results scattered into zeros.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,6 +27,10 @@ using FitsOneCall = std::function<bool(int64_t documents, int64_t max_seqlen_q)>
 // (diagonal offsets) turn it into one with the keys up to its last query and one (q = 0) with those that no
 // query may see.
 int64_t documents_for_kernel(const AttentionRequest& request);
+
+// Why they refuse a window then.
+inline constexpr const char* kWindowOverGaps =
+    "a window counts rows, and a document here has other rows between its own";
 
 struct KernelCall {
   at::Tensor query, key, value;  // [tq, Hq, D], [tk, Hkv, D], [tk, Hkv, Dv], last stride 1, 16-byte aligned

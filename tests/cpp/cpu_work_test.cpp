@@ -127,6 +127,16 @@ TEST(WorkItemsTest, SpreadKeyBlocksGoByWeightInAFewHeadsAtATime) {
   for (const WorkItem& item : items) one.emplace_back(item.first_document, item.first_kv_head, item.block);
   EXPECT_EQ(order(1), one);
   EXPECT_TRUE(spread_key_blocks({}, documents, kBlock, 3).empty());
+
+  // Blocks of one weight, all queries seeing all keys: no head has its next before the others have theirs.
+  std::vector<Document> whole = documents_of({300});
+  whole[0].window_right = -1;
+  Order alternating;
+  for (const WorkItem& item :
+       spread_key_blocks(make_work_items(whole, kHeads, SplitBy::kKeys, kBlock), whole, kBlock, 4)) {
+    alternating.emplace_back(item.first_document, item.first_kv_head, item.block);
+  }
+  EXPECT_EQ(alternating, (Order{{0, 0, 0}, {0, 1, 0}, {0, 0, 1}, {0, 1, 1}, {0, 0, 2}, {0, 1, 2}}));
 }
 
 TEST(HugePagesTest, MemoryKeepsWhatItHolds) {

@@ -62,7 +62,6 @@ class Waits(TorchDispatchMode):
 
     seen: list[str] = field(default_factory=list)
     uploads: list[Tensor] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         super().__init__()
@@ -87,7 +86,6 @@ class Waits(TorchDispatchMode):
                 return self.is_pinned(tensor)
             self._pinned.append(tensor.clone())
             return self._pinned[-1]
-        self.calls.append(str(function))
         given = [t for t in _tensors(args, kwargs) if isinstance(t, OnDevice)]
         wanted = kwargs.get("device")
         to_device = wanted is not None and torch.device(wanted).type == "cuda"

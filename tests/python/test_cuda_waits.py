@@ -49,10 +49,6 @@ def assert_same_tensors(got: LayoutTensors, right: LayoutTensors) -> None:
         assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other), name
 
 
-def sent_from_host(ids: torch.Tensor) -> PackedLayout:
-    return PackedLayout.from_doc_ids(ids)
-
-
 def attention(query, key, value, *, layout, dropout_p=0.0, **options):
     """Differentiable attention of host tensors, computed on the device by the operators themselves."""
     tensors = layout.tensors(DEVICE)

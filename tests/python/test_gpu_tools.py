@@ -121,7 +121,7 @@ def test_a_step_that_runs_out_of_time_ends_with_what_it_started():
     gpu_check = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
     loader.exec_module(gpu_check)
     step = gpu_check.run(["bash", "-c", "sleep 300 & echo $!; wait"], 1.0, dict(os.environ))
-    assert not step["passed"] and step["ended"] == "stopped after 1 s" and step["seconds"] < 100
+    assert not step["passed"] and step["ended"] == "stopped after 1 s"
     child = pathlib.Path("/proc", step["output"].strip(), "stat")
     for _ in range(1000):
         if not child.exists() or child.read_text().split()[2] == "Z":

@@ -1,19 +1,27 @@
 // The rows of the score tile between the two GEMMs.
 //
 // Forward, online: with c = scale * log2(e) folded into one multiply,
-//   p_j = 2^(c s_j - c r),  l = sum p_j,  r the row's reference: the running maximum when it was last moved.
-// The reference moves only when the maximum passes it by kReferenceSlack (in powers of two); until then p
-// stays below 2^kReferenceSlack, l and O far from overflow, and no rescaling is paid for. out = O / l and lse
-// = c r ln 2 + ln l do not depend on r.
+//   p_j = 2^(c s_j - c r),  l = sum p_j,  r the row's reference: a score of the row that is not much below
+//   its largest.
+// out = O / l and lse = c r ln 2 + ln l do not depend on r, so it moves only when p, l and O could grow
+// large, and no rescaling is paid for until then. It moves to the running maximum, when that passes it by
+// kReferenceSlack (in powers of two).
 
 constexpr float kReferenceSlack = 8.0f;
 
-// kExact subtracts before it multiplies: the row's maximum then has the weight 1 exactly, so a one-token
-// document gives its value back bit for bit. One instruction more; half types round it away. They also do not
-// look for the maximum first: a row starts from the maximum of the vectors at its ends and keeps its
-// reference as long as the sum of a tile's weights shows that none of them is large. A sum over
-// kWeightSumLimit (or NaN) does the row again, from its maximum.
+// kExact, of kernels whose operands are floats: subtracts before it multiplies, so that a one-token document
+// gives its value back bit for bit. One instruction more, which operands in pairs (bfloat16) round away.
+// Those also do not look for the maximum first: a row starts from the maximum of the vectors at its ends and
+// keeps its reference as long as the sum of a tile's weights shows that none of them is large. A sum over
+// kWeightSumLimit (or NaN) does the row again, from its maximum; the scores are still there, because weights
+// in pairs have a buffer of their own.
 constexpr float kWeightSumLimit = 65536.0f;
+
+// Two vectors side by side; of bfloat16 where the set has such a store.
+PACKED_SDPA_INLINE void vec_store_as(float* p, Vec first, Vec second) {
+  vec_store(p, first);
+  vec_store(p + kLanes, second);
+}
 
 // Scores [begin, end) of a row are visible, within the computed part [low, high) of the tile (multiples of
 // kLanes). Leaves the weights in `p` (zeros in the invisible rest of [low, high)), updates the row's

@@ -125,12 +125,6 @@ PACKED_SDPA_INLINE void vec_store_as(T* p, Vec v, int64_t count) {
   for (int64_t i = 0; i < count; ++i) p[i] = padded[i];
 }
 
-// Two vectors side by side.
-PACKED_SDPA_INLINE void vec_store_as(float* p, Vec first, Vec second) {
-  vec_store(p, first);
-  vec_store(p + kLanes, second);
-}
-
 // 8 x 8 words of 32 bits: dst[j][i] = src[i][j]; strides in words.
 PACKED_SDPA_INLINE void transpose_words(const float* src, int64_t src_stride, float* dst,
                                         int64_t dst_stride) {

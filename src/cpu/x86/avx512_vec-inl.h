@@ -175,12 +175,6 @@ PACKED_SDPA_INLINE void interleave_words(const BFloat16* low, const BFloat16* hi
   _mm512_storeu_si512(words, interleave_halves(_mm512_inserti64x4(lower, upper, 1)));
 }
 
-// Two vectors side by side.
-PACKED_SDPA_INLINE void vec_store_as(float* p, Vec first, Vec second) {
-  vec_store(p, first);
-  vec_store(p + kLanes, second);
-}
-
 #if PACKED_SDPA_HAS_BF16
 // One VCVTNE2PS2BF16 takes as long as one VCVTNEPS2BF16, four multiply-adds on Sapphire Rapids.
 PACKED_SDPA_INLINE __m512i vec_to_bfloat16(Vec first, Vec second) {
