@@ -165,7 +165,8 @@ class AttentionHook:
             raise RuntimeError(
                 f"packed_sdpa: {self.record.name} is recomputed in backward after the model was detached, and it "
                 "cannot be told whether its forward had documents (the whole forward is recomputed, or it ran "
-                "unpacked); detach after backward"
+                "unpacked); detach after backward, and let go of what still holds a packed forward's graph (its loss, "
+                "outputs in a list)"
             )
         return documents
 
