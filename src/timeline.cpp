@@ -86,14 +86,14 @@ bool Timeline::states_equal(const Interval& a, const Interval& b) {
 }
 
 // At a place that is known: somebody armed, disarmed, entered or left in this thread.
-void Timeline::close_open(History& history, uint64_t sequence) {
+void Timeline::close_open(History& history, uint64_t sequence, bool keep_empty) {
   if (history.intervals.empty() || !history.intervals.back().is_open) return;
   Interval& last = history.intervals.back();
   last.is_open = false;
   last.to = sequence;
   last.exact_to = true;
   const bool is_empty = last.exact_from && last.to <= last.from && !last.has_call();
-  if (is_empty) history.intervals.pop_back();
+  if (is_empty && !keep_empty) history.intervals.pop_back();
 }
 
 void Timeline::forget_old(History& history) {
@@ -162,21 +162,31 @@ void Timeline::armed(const Moment& now, const TimelinePtr& value, bool is_own) {
   log->last_event_is_forward_call = false;
 }
 
+const Timeline::Scope* Timeline::innermost_scope(const ThreadLog& log, int64_t attachment,
+                                                 int64_t graph_task) {
+  const auto found = std::find_if(log.scopes.rbegin(), log.scopes.rend(), [&](const Scope& scope) {
+    return scope.counts && scope.attachment == attachment && scope.graph_task == graph_task;
+  });
+  return found == log.scopes.rend() ? nullptr : &*found;
+}
+
 int64_t Timeline::enter_scope(const Moment& now, int64_t attachment, const TimelinePtr& value) {
   const LogPtr log = log_of(now.thread);
   const std::lock_guard<std::mutex> guard(log->mutex);
   drop_ended(*log);
-  const bool is_nested = std::any_of(log->scopes.begin(), log->scopes.end(), [&](const Scope& scope) {
-    return scope.attachment == attachment && scope.graph_task == now.graph_task;
-  });
+  const Scope* around = innermost_scope(*log, attachment, now.graph_task);
+  const bool counts = around == nullptr || !same_documents(around->value, value);
+  const bool is_nested = around != nullptr;
   const int64_t number = ++log->last_scope;
-  log->scopes.push_back({number, attachment, now.graph_task, !is_nested, is_nested ? nullptr : value});
-  if (is_nested) return number;
+  log->scopes.push_back({number, attachment, now.graph_task, counts, counts ? value : nullptr});
+  if (!counts) return number;
   if (value != nullptr) ever_armed_ = true;
   log->last_event = now.sequence;
   log->last_event_is_forward_call = false;
   if (now.graph_task == kNoGraphTask) {
-    open_exact(log->histories[attachment], now.sequence, value);
+    History& history = log->histories[attachment];
+    if (is_nested) close_open(history, now.sequence, true);  // a region that holds both begins with it
+    open_exact(history, now.sequence, value);
   } else {
     keep_until_end(now, value);
     log->recomputed_scopes.push_back(
@@ -197,17 +207,20 @@ void Timeline::leave_scope(const Moment& now, int64_t scope) {
   bool ended = false;       // one that counts
   const std::lock_guard<std::mutex> guard(log->mutex);
   while (!log->scopes.empty() && log->scopes.back().number >= scope) {
-    const Scope& last = log->scopes.back();
-    ended |= last.is_outermost;
-    if (last.is_outermost && last.graph_task == kNoGraphTask) {
-      close_open(log->histories[last.attachment], now.sequence);
-    } else if (last.is_outermost) {
+    left.push_back(std::move(log->scopes.back()));
+    log->scopes.pop_back();
+    const Scope& last = left.back();
+    ended |= last.counts;
+    if (last.counts && last.graph_task == kNoGraphTask) {
+      History& history = log->histories[last.attachment];
+      close_open(history, now.sequence);
+      const Scope* around = innermost_scope(*log, last.attachment, kNoGraphTask);
+      if (around != nullptr) open_exact(history, now.sequence, around->value);
+    } else if (last.counts) {
       for (RecomputedScope& entry : log->recomputed_scopes) {
         if (entry.number == last.number) entry.to = now.sequence;
       }
     }
-    left.push_back(std::move(log->scopes.back()));
-    log->scopes.pop_back();
   }
   if (!ended) return;
   log->last_event = now.sequence;
@@ -421,7 +434,7 @@ TimelinePtr Timeline::value_at(const Moment& now, const Caller& caller, const Ch
 }
 
 TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& caller, ThreadLog& log) {
-  std::optional<Scope> scope;
+  std::vector<Scope> scopes;  // of one attachment, the innermost last
   std::optional<ArmedInBackward> armed_here;
   std::optional<TimelinePtr> armed_in_backward;  // here, or in a backward around this one
   {
@@ -430,9 +443,10 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
     for (const int64_t attachment : caller.attachments) {
       for (const Scope& entry : log.scopes) {
         const bool counts =
-            entry.is_outermost && entry.attachment == attachment && entry.graph_task == now.graph_task;
-        if (counts && !scope) scope = entry;
+            entry.counts && entry.attachment == attachment && entry.graph_task == now.graph_task;
+        if (counts) scopes.push_back(entry);
       }
+      if (!scopes.empty()) break;
     }
     if (log.armed_in_backward) armed_in_backward = log.armed_in_backward->value.lock();
     if (log.armed_in_backward && log.armed_in_backward->graph_task == now.graph_task) {
@@ -448,10 +462,15 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
   const Chain chain = chain_of(now);
   const NodePlace& origin = chain.nodes.back();
   TimelinePtr value;
-  if (scope) {
-    value = scope->value;
-    const std::optional<TimelinePtr> at_node = scope_on(now, chain.nodes, scope->attachment);
-    if (at_node ? !same_documents(*at_node, value) : !fits_beside(origin, chain.precedes_region, *scope)) {
+  if (!scopes.empty()) {
+    value = scopes.back().value;
+    // What asks is made in any of them: one forward within another is repeated with it.
+    const std::optional<TimelinePtr> at_node = scope_on(now, chain.nodes, scopes.back().attachment);
+    const auto is_repeated = [&](const Scope& scope) {
+      return at_node ? same_documents(*at_node, scope.value)
+                     : fits_beside(origin, chain.precedes_region, scope);
+    };
+    if (std::none_of(scopes.begin(), scopes.end(), is_repeated)) {
       raise(
           "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
           "overwritten, its handle switched on or off, or its model attached anew?");
@@ -491,14 +510,12 @@ TimelinePtr Timeline::resolve(const Moment& now, const Caller& caller, const Arm
   log->last_event = now.sequence;
   log->last_event_is_forward_call = true;
   for (const int64_t attachment : caller.attachments) {
-    for (const Scope& scope : log->scopes) {
-      if (scope.is_outermost && scope.attachment == attachment && scope.graph_task == kNoGraphTask) {
-        Interval& interval = log->histories[attachment].intervals.back();
-        if (!interval.has_call()) interval.first_call = now.sequence;
-        interval.last_call = now.sequence;
-        return scope.value;
-      }
-    }
+    const Scope* scope = innermost_scope(*log, attachment, kNoGraphTask);
+    if (scope == nullptr) continue;
+    Interval& interval = log->histories[attachment].intervals.back();
+    if (!interval.has_call()) interval.first_call = now.sequence;
+    interval.last_call = now.sequence;
+    return scope->value;
   }
   observe(log->histories[kArmed], now.sequence, reading);
   return reading.value;

@@ -90,8 +90,9 @@ class Timeline {
   // thread is back to following the others.
   void armed(const Moment& now, const TimelinePtr& value, bool is_own);
 
-  // One outer forward of an attachment's model begins / ends in this thread. Leaving by number makes
-  // unwinding after an interrupt safe: everything entered later ends as well.
+  // One outer forward of an attachment's model begins / ends in this thread. One within another of the same
+  // attachment does nothing if its documents are the same, else it counts until it ends. Leaving by number
+  // makes unwinding after an interrupt safe: everything entered later ends as well.
   int64_t enter_scope(const Moment& now, int64_t attachment, const TimelinePtr& value);
   int64_t next_scope(const Moment& now);  // the number that the next scope of this thread will get
   void leave_scope(const Moment& now, int64_t scope);
@@ -133,7 +134,7 @@ class Timeline {
     int64_t number = 0;
     int64_t attachment = 0;
     int64_t graph_task = kNoGraphTask;
-    bool is_outermost = false;  // of its attachment in its graph task: the one that counts
+    bool counts = false;  // no other of its attachment and graph task runs around it with the same documents
     TimelinePtr value;
   };
 
@@ -195,10 +196,12 @@ class Timeline {
   };
 
   LogPtr log_of(uint64_t thread);
+  // The one that counts for this attachment's calls.
+  static const Scope* innermost_scope(const ThreadLog& log, int64_t attachment, int64_t graph_task);
   LogPtr find_log(uint64_t thread) const;
   void drop_oldest_logs();
 
-  static void close_open(History& history, uint64_t sequence);
+  static void close_open(History& history, uint64_t sequence, bool keep_empty = false);
   static void open_exact(History& history, uint64_t sequence, const TimelinePtr& value);
   static void forget_old(History& history);
   static void observe(History& history, uint64_t sequence, const ArmedReading& reading);

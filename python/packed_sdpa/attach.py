@@ -44,7 +44,7 @@ from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
 from packed_sdpa.records import ModuleRecord
 from packed_sdpa.repeats import ForwardNote, check_repeat, note_forward, notes_for
-from packed_sdpa.scope import ForwardScope, Ledger, is_inside, leave_module, pop_scope, push_scope, scope_of
+from packed_sdpa.scope import ForwardScope, Ledger, is_within_itself, leave_module, pop_scope, push_scope, scope_of
 
 BREAKS_AT_OUTER = (
     "packed_sdpa reads the documents of each forward outside of the graph; compile the layers with fullgraph=True, or "
@@ -266,16 +266,6 @@ class Attachment:
         if noted is not None:
             noted.__exit__()
 
-    def _check_not_inside(self, running: ForwardScope, module: nn.Module, way: str) -> None:
-        check_greenlet(running.greenlet)
-        packs = running.documents is not None or callable(self.documents)
-        if packs and is_inside(self.ledger, module, way):
-            raise RuntimeError(
-                f"packed_sdpa: a forward of {type(module).__name__} began in the middle of another one, in the same "
-                "thread (in a signal handler, a hook or a __del__?), whose documents would be taken for its own; run "
-                "it in a thread of its own, or use copy.deepcopy(model), attached by itself"
-            )
-
     @_torch_private.untraced(BREAKS_AT_OUTER)
     def _prepare(
         self, module: nn.Module, way: str, args: tuple, kwargs: dict
@@ -286,12 +276,20 @@ class Attachment:
         arguments = parameters.by_name(args, kwargs)
         seen = frozenset(name for name in SOURCE_KEYWORDS if arguments.get(name) is not None)
         running = scope_of(self.ledger)
+        begins_anew = running is not None and is_within_itself(self.ledger, module, way)
         if running is not None:
-            self._check_not_inside(running, module, way)
-            if running.documents is not None or seen <= running.seen:
+            check_greenlet(running.greenlet)
+            if not begins_anew and (running.documents is not None or seen <= running.seen):
                 running.inside.append((module, way))
                 return None
-        documents, arguments = self._find(arguments, args, kwargs, outermost=running is None)
+        documents, arguments = self._find(arguments, args, kwargs, outermost=running is None or begins_anew)
+        if begins_anew and documents is None and running is not None and running.documents is not None:
+            raise RuntimeError(
+                f"packed_sdpa: a forward of {type(module).__name__} began in the middle of another one, in the same "
+                "thread (in a forward that calls itself, a hook, a signal handler or a __del__?), and tells no "
+                "documents, while that one has some; hand its documents on, or, if it is to run unpacked, set "
+                "handle.enabled = False around it"
+            )
         kwargs = {name: value for name, value in kwargs.items() if self._goes_on(module, name)}
         if documents is None and (_torch_private.in_func_transform() or _torch_private.tracer() is not None):
             return ForwardScope(self.ledger, None, seen, self.on_mask, None), args, kwargs  # no values can be read

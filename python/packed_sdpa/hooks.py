@@ -14,8 +14,8 @@
 
 ``forward_scope(documents_or_None, attachment)``
     Context manager for one outer forward: hooked calls of that attachment inside use these documents (None: unarmed),
-    also when they are recomputed in backward, in whatever thread. Scopes of one attachment that are entered while one
-    runs do nothing (the outermost counts); ``in_forward_scope(attachment)`` tells. Give the forward's output to
+    also when they are recomputed in backward, in whatever thread. The innermost scope of an attachment counts;
+    ``in_forward_scope(attachment)`` tells whether one runs. Give the forward's output to
     ``keep_documents(output, documents)``, so that its graph keeps the documents for recompute.
 
 ``run_scoped(documents, attachment, call, args, kwargs)``
@@ -165,7 +165,8 @@ class AttentionHook:
             raise RuntimeError(
                 f"packed_sdpa: {self.record.name} is recomputed in backward after the model was detached, and it "
                 "cannot be told whether its forward had documents (the whole forward is recomputed, or it ran "
-                "unpacked); detach after backward"
+                "unpacked); detach after backward, and let go of what still holds a packed forward's graph (its loss, "
+                "outputs in a list)"
             )
         return documents
 

@@ -76,9 +76,13 @@ def scope_of(ledger: Ledger) -> ForwardScope | None:
     return next((scope for scope in reversed(_STACK.scopes) if scope.ledger is ledger), None)
 
 
-def is_inside(ledger: Ledger, module: nn.Module, way: str) -> bool:
-    """A call or forward of the module runs within an outer forward of this thread, or is one."""
-    return any((module, way) in scope.inside for scope in _STACK.scopes if scope.ledger is ledger)
+def is_within_itself(ledger: Ledger, module: nn.Module, way: str) -> bool:
+    """A call or forward of the module that begins now is within another one of it, in this thread."""
+    ways = [way for scope in _STACK.scopes if scope.ledger is ledger for inner, way in scope.inside if inner is module]
+    calls, forwards = ways.count("__call__"), ways.count("forward")
+    if way == "__call__":
+        return calls + forwards > 0
+    return forwards > 0 and forwards >= calls  # else it is the forward of the call that began last
 
 
 @_torch_private.untraced(NOTES_FORWARDS)

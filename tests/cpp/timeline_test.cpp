@@ -207,14 +207,27 @@ TEST(Timeline, ScopesWinAndUnwindByNumber) {
   const Caller caller{{7}, {}};
   const ArmedReading armed{process.armed, true};
   const int64_t outer = process.timeline.enter_scope(process.clock.forward(), 7, a);
-  process.timeline.enter_scope(process.clock.forward(), 7, b);  // within its own: the outermost counts
-  EXPECT_EQ(number_of(process.timeline.resolve(process.clock.forward(), caller, armed)), 1);
+  const auto now = [&] {
+    return number_of(process.timeline.resolve(process.clock.forward(), caller, armed));
+  };
+  EXPECT_EQ(now(), 1);
+  const NodePlace before = process.clock.make_node();
+  const int64_t inner = process.timeline.enter_scope(process.clock.forward(), 7, b);  // within its own
+  EXPECT_EQ(now(), 2);
+  const NodePlace within = process.clock.make_node();
+  process.timeline.leave_scope(process.clock.forward(), inner);
+  EXPECT_EQ(now(), 1);
   const NodePlace node = process.clock.make_node();
+  const auto repeated = [&](const NodePlace& place) {
+    return number_of(process.timeline.resolve(process.clock.backward(1, place, process.task), caller, armed));
+  };
+  process.timeline.enter_scope(process.clock.forward(), 7, b);  // ends with the outer one
   process.timeline.leave_scope(process.clock.forward(), outer);
   EXPECT_EQ(process.timeline.statistics().scopes, 0);
   EXPECT_EQ(number_of(process.timeline.resolve(process.clock.forward(), caller, armed)), 9);
-  EXPECT_EQ(number_of(process.timeline.resolve(process.clock.backward(1, node, process.task), caller, armed)),
-            1);
+  EXPECT_EQ(repeated(before), 1);
+  EXPECT_EQ(repeated(within), 2);
+  EXPECT_EQ(repeated(node), 1);
 }
 
 TEST(Timeline, RaisesWhereItCannotTell) {

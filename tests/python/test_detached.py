@@ -188,6 +188,24 @@ def test_what_a_recompute_after_detach_says(then):
             loss.backward()
 
 
+@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
+def test_training_goes_on_unpacked_beside_an_old_loss(kind):
+    """Which may be asked for a recompute still: that is said, and is over with the loss."""
+    model = Model(kind)
+    x = batch(1).requires_grad_()
+    expected = expected_gradients(model, [(x, None)])
+    with packed_sdpa.attach(model, documents=lambda x: SPLITS[0]):
+        loss = model(x).square().sum()
+        loss.backward()
+    with pytest.raises(RuntimeError, match=r"after the model was detached.*; detach after backward, and let go of "):
+        model(x).square().sum().backward()
+    del loss
+    gc.collect()
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert_gradients(model.gradients(), expected, "unpacked")
+
+
 def test_unpacked_between_attachments():
     """A forward that ran unpacked is recomputed unpacked, or raises."""
     model = Model()

@@ -396,18 +396,21 @@ def test_a_scope_wins_over_the_armed_state_and_leaves_it():
     assert _PACKED_STATE.get().doc_ids.tolist() == SPLITS[2].tolist()
 
 
-def test_the_outermost_scope_of_an_attachment_counts():
+@pytest.mark.parametrize("within", SPLITS)
+def test_a_scope_within_another_of_its_attachment(within):
     model, attachment = attached("reentrant")
-    forward = (batch(1), SPLITS[0])
-    expected = expected_gradients(model, [forward])
+    forwards = [(batch(1), SPLITS[0]), (batch(2), within), (batch(3), SPLITS[0])]
+    expected = expected_gradients(model, forwards)
     outer = ArmedDocuments(SPLITS[0])
     with forward_scope(outer, attachment):
         assert in_forward_scope(attachment)
-        loss = scoped_forward(model, attachment, batch(1), SPLITS[3])
+        losses = [model(batch(1)).square().sum(), scoped_forward(model, attachment, batch(2), within)]
+        losses.append(model(batch(3)).square().sum())
     assert not in_forward_scope(attachment)
-    keep_documents(loss, outer)
-    loss.backward()
-    assert_gradients(model.gradients(), expected, "outermost")
+    for loss in losses:
+        keep_documents(loss, outer)
+        loss.backward()
+    assert_gradients(model.gradients(), expected, "within another")
 
 
 def test_nested_attachments_have_their_own_documents():

@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import packed_sdpa
-from packed_models import Model, one_torch_thread, stock_everywhere  # noqa: F401
+from packed_models import Model, assert_gradients, one_torch_thread, stock_everywhere  # noqa: F401
 from packed_sdpa.packed import attach_cp1_packed_varlen_hooks
 from test_recompute import SPLITS, batch, disarmed  # noqa: F401
 
@@ -176,7 +177,7 @@ def test_greenlets_within_a_hooked_attention():
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("way", ["call", "forward"])
 def test_a_signal_handler_that_runs_a_forward(same, way):
-    """In the middle of another forward: of another model right, of the same one it raises."""
+    """In the middle of another forward, of another model or of the same one."""
     model = attached(0)
     other = model if same else attached(1)
     out = []
@@ -188,17 +189,136 @@ def test_a_signal_handler_that_runs_a_forward(same, way):
     model.between = lambda: os.kill(os.getpid(), signal.SIGUSR1)
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        if same:
-            with pytest.raises(RuntimeError, match="Stopping began in the middle of another one, in the same thread"):
-                model(WORK[0][0])
-        else:
-            assert_right(model, model(WORK[0][0]), 0)
-            assert_right(other, out[0], 1)
+        assert_right(model, model(WORK[0][0]), 0)
+        assert_right(other, out[0], 1)
     finally:
         signal.signal(signal.SIGUSR1, before)
     model.between = Stopping.between
     for index in (0, 1):
         assert_right(model, model(WORK[index][0]), index)
+
+
+class Looped(Model):
+    """A forward that calls itself, as recycling models and those that dispatch on a mode do."""
+
+    def forward(self, x, doc_ids=None, others=(), way="call"):
+        x = Model.forward(self, x)
+        again = self if way == "call" else self.forward
+        return again(x, others[0], others[1:], way) if others else x
+
+    def right(self, x, *documents):
+        for doc_ids in documents:
+            x = self.reference(x, doc_ids)
+        return x
+
+
+@pytest.mark.parametrize("way", ["call", "forward"])
+@pytest.mark.parametrize("documents", ["arguments", "callable", "armed"])
+@pytest.mark.parametrize("use_reentrant", [True, False, None])
+def test_a_forward_that_calls_itself(way, documents, use_reentrant):
+    """Each forward has the documents that it is told, also when all of it is recomputed (where another's node may ask
+    for it, it raises if they are others')."""
+    model, plain = Looped(), Looped()
+    handed = (SPLITS[0], SPLITS[0], SPLITS[0] if documents == "armed" or use_reentrant is False else SPLITS[2])
+    if documents == "armed":
+        packed_sdpa.arm(handed[0])
+    told = {
+        "arguments": "auto",
+        "armed": None,
+        "callable": lambda x, doc_ids, others, way: doc_ids,
+    }
+    packed_sdpa.attach(model, documents=told[documents])
+
+    def run(x):
+        arguments = (x, handed[0], handed[1:], way)
+        if use_reentrant is None:
+            return model(*arguments)
+        return torch.utils.checkpoint.checkpoint(model, *arguments, use_reentrant=use_reentrant)
+
+    x, same = (WORK[0][0].clone().requires_grad_() for _ in range(2))
+    out, right = run(x), plain.right(same, *handed)
+    torch.testing.assert_close(out, right, rtol=0, atol=1e-11)
+    out.square().sum().backward()
+    right.square().sum().backward()
+    torch.testing.assert_close(x.grad, same.grad, rtol=0, atol=1e-11)
+    assert_gradients(model.gradients(), plain.gradients(), way)
+
+
+def test_a_forward_that_calls_itself_without_the_documents():
+    model = Looped()
+    packed_sdpa.attach(model)
+    with pytest.raises(RuntimeError, match=r"Looped began in the middle of another one, .* hand its documents on, or"):
+        model(WORK[0][0], SPLITS[0], (None,))
+    with torch.no_grad():
+        out = model(WORK[0][0], None, (None, SPLITS[2]))  # the other way round is right
+    torch.testing.assert_close(out, model.right(WORK[0][0], None, None, SPLITS[2]))
+
+
+def test_a_forward_in_the_middle_of_another_that_is_to_run_unpacked():
+    model = attached()
+    handle, out = packed_sdpa.attach(model, documents=documents_of), []
+
+    def evaluate():
+        model.between = Stopping.between
+        handle.enabled = False
+        out.append(model(WORK[1][0]))
+        handle.enabled = True
+
+    model.between = evaluate
+    assert_right(model, model(WORK[0][0]), 0)
+    torch.testing.assert_close(out[0], model.reference(WORK[1][0], None))
+
+
+class Told(Model):
+    def forward(self, inputs_embeds, doc_ids=None, position_ids=None):
+        return super().forward(inputs_embeds)
+
+
+class Telling(torch.nn.Module):
+    """Finds the documents of its model's forwards by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Told()
+        self.before, self.behind = (torch.nn.Linear(16, 16, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x, *documents):
+        return sum(self.behind(self.model(inputs_embeds=self.before(x), doc_ids=doc_ids)) for doc_ids in documents)
+
+    def right(self, x, *documents):
+        return sum(self.behind(self.model.reference(self.before(x), doc_ids)) for doc_ids in documents)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False, None])
+def test_a_wrapper_that_tells_its_model_the_documents(use_reentrant):
+    model = Telling()
+    packed_sdpa.attach(model, strict=True)
+    x, same = (WORK[0][0].clone().requires_grad_() for _ in range(2))
+    for documents in ((SPLITS[0], SPLITS[2]), (SPLITS[1],)):
+        if use_reentrant is None:
+            out = model(x, *documents)
+        else:
+            out = torch.utils.checkpoint.checkpoint(model, x, *documents, use_reentrant=use_reentrant)
+        right = model.right(same, *documents)
+        torch.testing.assert_close(out, right, rtol=0, atol=1e-11)
+        out.square().sum().backward()
+        right.square().sum().backward()
+    torch.testing.assert_close(x.grad, same.grad, rtol=0, atol=1e-11)
+
+
+def test_a_packed_forward_in_the_middle_of_one_whose_positions_tell_no_documents():
+    model, out = Told(), []
+    packed_sdpa.attach(model)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])  # of SPLITS[0]
+    x = WORK[0][0]
+
+    def evaluate(*_):
+        hook.remove()
+        out.append(model(x, position_ids=positions))
+
+    hook = model.embed.register_forward_hook(evaluate)
+    torch.testing.assert_close(model(x, position_ids=torch.arange(8)[None]), model.reference(x, None))
+    torch.testing.assert_close(out[0], model.reference(x, SPLITS[0]))
 
 
 def test_a_finalizer_that_runs_a_forward():
