@@ -250,6 +250,40 @@ TEST_P(AttentionTest, LargeScoresAnywhereInARow) {
   }
 }
 
+// One key: its weight is exactly 1, so the value comes back, grad_out goes to it, and query and key get what
+// the rounding of two sums of float32 leaves.
+TEST_P(AttentionTest, OneKeyOfAnyScore) {
+  ThreadExecutor executor(1);
+  for (const double element : {4.0, 64.0, 1024.0, 32768.0}) {  // scores of 2^8 to 2^34
+    Settings settings;
+    settings.dtype = dtype();
+    settings.scale = 1.0;
+    settings.num_heads = settings.num_kv_heads = 1;
+    Problem problem(packing_from_lengths("ones", std::vector<int64_t>(40, 1)), settings);
+    for (int64_t i = 0; i < 40; ++i) {
+      for (int64_t d = 0; d < settings.head_dim; ++d) {
+        problem.query.set(0, 0, i, d, element);
+        problem.key.set(0, 0, i, d, i % 2 == 0 ? element : -element);
+      }
+    }
+    problem.run_forward(executor);
+    problem.run_backward(executor);
+    for (int64_t i = 0; i < 40; ++i) {
+      double size = 0.0;
+      for (int64_t d = 0; d < settings.head_dim; ++d) {
+        EXPECT_EQ(problem.out.get(0, 0, i, d), problem.value.get(0, 0, i, d)) << element;
+        EXPECT_EQ(problem.grad_value.get(0, 0, i, d), problem.grad_out.get(0, 0, i, d)) << element;
+        size += std::abs(problem.value.get(0, 0, i, d) * problem.grad_out.get(0, 0, i, d));
+      }
+      const double bound = 16 * epsilon(ScalarType::kFloat32) * size * element;
+      for (int64_t d = 0; d < settings.head_dim; ++d) {
+        EXPECT_LE(std::abs(problem.grad_query.get(0, 0, i, d)), bound) << element;
+        EXPECT_LE(std::abs(problem.grad_key.get(0, 0, i, d)), bound) << element;
+      }
+    }
+  }
+}
+
 // The same bits for any number of threads, although many get smaller blocks of keys, and for bodies that run
 // one after another.
 TEST_P(AttentionTest, EveryThreadCountGivesTheSameBits) {

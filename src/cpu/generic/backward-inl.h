@@ -168,7 +168,6 @@ PACKED_SDPA_PHASE void pack_query_tile(const TiledBackward& call, const Document
       buffers.delta[r] = dot_rows(out.read(first_row + r, buffers.spare), grad_out.read(first_row + r, spare),
                                   shape.head_dim_v);
       buffers.lse[r] =
-          static_cast<float>(E::kPair == 1 ? 1.0 : kLog2E) *
           lse[(document.batch * shape.num_heads + kv_head * call.group + g) * shape.rows_q + row];
     }
   }
@@ -195,8 +194,8 @@ inline void strip_factors(const TiledBackward& call, const Document& document, i
 // P^T and dS^T of `count` keys from `strip` on, from S^T and dP^T. dS^T gets zeros in every column of the
 // tile that the strip did not compute, because dQ^T sums over all of them.
 template <class E, typename T, class ColumnSpan>
-PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuffers<E, T>& buffers, float c,
-                                   int64_t strip, int64_t chunk, int64_t count, Span span,
+PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuffers<E, T>& buffers,
+                                   float scale, int64_t strip, int64_t chunk, int64_t count, Span span,
                                    int64_t padded_rows, int64_t block_keys, const ColumnSpan& column_span) {
   using Elem = typename E::Elem;
   const int64_t rows = buffers.rows;
@@ -209,13 +208,13 @@ PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuff
     }
     const int64_t local = (key - chunk) * rows;
     if (call.dropout.enabled()) {
-      grad_score_rows<E::kPair == 1, true, E::kPair>(buffers.s + local, buffers.grad_p + local, rows,
-                                                     buffers.lse, buffers.delta, buffers.factors + local,
-                                                     span.begin, span.end, begin, end, c, store);
+      grad_score_rows<true, E::kPair>(buffers.s + local, buffers.grad_p + local, rows, buffers.lse,
+                                      buffers.delta, buffers.factors + local, span.begin, span.end, begin,
+                                      end, scale, store);
     } else {
-      grad_score_rows<E::kPair == 1, false, E::kPair>(buffers.s + local, buffers.grad_p + local, rows,
-                                                      buffers.lse, buffers.delta, nullptr, span.begin,
-                                                      span.end, begin, end, c, store);
+      grad_score_rows<false, E::kPair>(buffers.s + local, buffers.grad_p + local, rows, buffers.lse,
+                                       buffers.delta, nullptr, span.begin, span.end, begin, end, scale,
+                                       store);
     }
   };
   for (int64_t key = strip; key < strip + count; key += E::kPair) {
@@ -247,8 +246,7 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
                       const BackwardBuffers<E, T>& buffers, const GradTile& tile, int64_t block_keys,
                       const NextTile<T>& next) {
   const AttentionShape& shape = call.params.shape;
-  const double scale = call.params.scale < 0 ? -call.params.scale : call.params.scale;
-  const float c = static_cast<float>(E::kPair == 1 ? scale : scale * kLog2E);
+  const float scale = static_cast<float>(call.params.scale < 0 ? -call.params.scale : call.params.scale);
   const int64_t rows = buffers.rows;
   const int64_t padded_rows = round_up(tile.num_rows, E::kBackwardRowPadding);
   const int64_t depth = round_up(shape.head_dim, E::kDepthStep);
@@ -310,7 +308,8 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
         E::gemm(count, span.begin, span.end, depth_v, buffers.v + strip * buffers.depth_v, buffers.depth_v,
                 buffers.grad_out_transposed, buffers.transposed_layout(buffers.depth_v), grad_p, rows, false);
       }
-      grad_scores<E, T>(call, buffers, c, strip, chunk, count, span, padded_rows, block_keys, column_span);
+      grad_scores<E, T>(call, buffers, scale, strip, chunk, count, span, padded_rows, block_keys,
+                        column_span);
       if (span.begin < span.end) {
         E::gemm(count, 0, columns_v, span.end - span.begin, p + span.begin, rows,
                 buffers.grad_out + span.begin / E::kPair * kPanel, buffers.q_layout(0),

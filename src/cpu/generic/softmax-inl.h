@@ -17,6 +17,10 @@ constexpr float kReferenceSlack = 8.0f;
 // in pairs have a buffer of their own.
 constexpr float kWeightSumLimit = 65536.0f;
 
+// c r from which on its rounding (2^-24 of it) could be seen beside a bfloat16's: there too, subtraction
+// comes first.
+constexpr float kLargeShift = 4096.0f;
+
 // Two vectors side by side; of bfloat16 where the set has such a store.
 PACKED_SDPA_INLINE void vec_store_as(float* p, Vec first, Vec second) {
   vec_store(p, first);
@@ -45,11 +49,11 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
   const Vec last_scores = vec_select(last_mask, vec_load(s + last), minus_infinity);
 
   // Weights by the reference as it is, and their sum.
-  const auto weigh_row = [&]() PACKED_SDPA_LAMBDA_INLINE {
+  const auto weigh = [&]<bool kSubtractFirst>() PACKED_SDPA_LAMBDA_INLINE {
     const Vec scale = vec_set(c);
-    const Vec shift = vec_set(kExact ? *reference : c * *reference);
+    const Vec shift = vec_set(kSubtractFirst ? *reference : c * *reference);
     const auto weight = [&](Vec score) PACKED_SDPA_LAMBDA_INLINE {
-      return vec_exp2(kExact ? vec_mul(vec_sub(score, shift), scale) : vec_fms(score, scale, shift));
+      return vec_exp2(kSubtractFirst ? vec_mul(vec_sub(score, shift), scale) : vec_fms(score, scale, shift));
     };
     const auto keep = [&](int64_t at, Vec weights) PACKED_SDPA_LAMBDA_INLINE {
       return kDropout ? vec_mul(weights, vec_load(factors + at)) : weights;
@@ -80,6 +84,13 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
     }
     for (j = last + kLanes; j < high; j += kLanes) vec_store_as(p + j, vec_zero());
     return vec_reduce_add(vec_add(sums[0], sums[1]));
+  };
+  const auto weigh_row = [&]() PACKED_SDPA_LAMBDA_INLINE {
+    if constexpr (!kExact) {
+      const float shift = c * *reference;
+      if (-kLargeShift < shift && shift < kLargeShift) return weigh.template operator()<false>();
+    }
+    return weigh.template operator()<true>();
   };
   if constexpr (!kExact) {
     const float before = *reference;
@@ -115,30 +126,28 @@ PACKED_SDPA_INLINE void softmax_row(const float* s, Elem* p, int64_t low, int64_
 // Backward, along `kKeys` neighbouring rows of the transposed tile (a row is one key, all stacked rows of
 // queries, `stride` floats apart):
 //   p = exp(scale s - lse),  ds = p (dp - delta)
-// as 2^(c s - lse2), c = scale * log2(e), lse2 = lse * log2(e); kExact: as 2^((scale s - lse) * log2(e)), one
-// multiply more, which rounds once where the other rounds three numbers as large as lse (in a float's p that
-// can be seen). `c` and `lse` are what the form wants. In [low, high) columns outside a key's visible [begin,
-// end) get zeros. `factors` is the dropout factor of each element: it multiplies dp, and the p that goes into
-// dV. `store` gets a column and what each key has there.
+// as 2^((scale s - lse) * log2(e)), which rounds once; with log2(e) in scale and lse it would round three
+// numbers as large as lse. In [low, high) columns outside a key's visible [begin, end) get zeros. `factors`
+// is the dropout factor of each element: it multiplies dp, and the p that goes into dV. `store` gets a column
+// and what each key has there.
 struct GradScore {
   Vec p;
   Vec ds;
 };
-template <bool kExact, bool kDropout, int kKeys, typename Store>
+template <bool kDropout, int kKeys, typename Store>
 PACKED_SDPA_INLINE void grad_score_rows(const float* s, const float* dp, int64_t stride, const float* lse,
                                         const float* delta, const float* factors, int64_t low, int64_t high,
-                                        const int64_t* begin, const int64_t* end, float c,
+                                        const int64_t* begin, const int64_t* end, float scale,
                                         const Store& store) {
-  const Vec scale = vec_set(c);
+  const Vec scale_of_all = vec_set(scale);
   for (int64_t j = low; j < high; j += kLanes) {
     const Vec row_lse = vec_load(lse + j);
     const Vec row_delta = vec_load(delta + j);
     const auto grad_score = [&](int key) PACKED_SDPA_LAMBDA_INLINE -> GradScore {
       if (j + kLanes <= begin[key] || j >= end[key]) return {vec_zero(), vec_zero()};
       const int64_t at = key * stride + j;
-      Vec x = vec_fms(vec_load(s + at), scale, row_lse);
-      if constexpr (kExact) x = vec_mul(x, vec_set(static_cast<float>(kLog2E)));
-      Vec p = vec_exp2(x);
+      const Vec x = vec_fms(vec_load(s + at), scale_of_all, row_lse);
+      Vec p = vec_exp2(vec_mul(x, vec_set(static_cast<float>(kLog2E))));
       Vec grad_p = vec_load(dp + at);
       if constexpr (kDropout) grad_p = vec_mul(grad_p, vec_load(factors + at));
       Vec ds = vec_mul(p, vec_sub(grad_p, row_delta));
