@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -271,6 +271,7 @@ def _metadata_of(node: Any) -> dict[str, Any]:
 _forward_grad_enabled, _current_node, _Context = _names(
     _KEEPS, "torch._C._is_fwd_grad_enabled", "torch._C._current_autograd_node", "torch._C._FunctionBase"
 )
+# Before torch 2.14 a forward is called by this Python code; None: by C++, which leaves no frame.
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
@@ -283,21 +284,64 @@ def metadata_of_running_functions() -> Iterator[dict[str, Any] | None]:
     # Only a Function's forward and the inference mode turn forward-mode differentiation off.
     if _forward_grad_enabled() or torch.is_inference_mode_enabled():
         return
-    if _APPLY is None:
-        raise TorchChangedError("Python code of torch.autograd.Function.apply", _KEEPS)
     found: list[Any] = []
+    for context in _contexts_below_apply() if _APPLY is not None else _contexts_of_known_forwards():
+        if all(other is not context for other in found):
+            found.append(context)
+    for context in found or [None]:
+        yield None if context is None else _metadata_of(context)
+
+
+# Both read f_locals of frames of forwards alone: it is a copy that lives as long as its frame, the training loop's too.
+
+
+def _contexts_below_apply() -> Iterator[Any]:
+    """What apply calls is the forward."""
     called: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # What apply calls is the forward. Never f_locals of other frames: it is a copy that lives as long as its frame,
-        # the training loop's too.
         if frame.f_code is _APPLY and called is not None:
-            context = _function_context(called.f_locals.values())
-            if all(other is not context for other in found):
-                found.append(context)
+            yield _function_context(called.f_locals.values())
         called, frame = frame, frame.f_back
-    for context in found or [None]:
-        yield None if context is None else _metadata_of(context)
+
+
+def _contexts_of_known_forwards() -> Iterator[Any]:
+    """Where apply leaves no frame, a forward is told by its code.
+
+    A decorated one has its decorator's, which may stand around anything, a backward too. Without a context in it, it is
+    none of a class whose forwards are given theirs.
+    """
+    codes: dict[CodeType, bool] = {}  # whether a forward of that code may be without its context
+    for function in _subclasses(torch.autograd.Function):
+        code = _code_of(function.forward)
+        if code is not None:
+            without = function.setup_context is not torch.autograd.Function.setup_context
+            codes[code] = codes.get(code, False) or without
+    in_backward_of = _current_node()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in codes:
+            context = _function_context(frame.f_locals.values())
+            if context is None:
+                if codes[frame.f_code]:
+                    yield None
+            elif context is not in_backward_of:
+                yield context
+        frame = frame.f_back
+
+
+def _subclasses(of: Any) -> Iterator[Any]:
+    subclass: Any
+    for subclass in of.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _code_of(function: Any) -> CodeType | None:
+    """Of the first frame that a call of it makes; None: it is not Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 
 def _function_context(values: Any) -> Any:

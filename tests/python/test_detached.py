@@ -53,6 +53,13 @@ WITHOUT_CONTEXT = {
 }
 
 
+# In torch 2.11 a checkpoint in whose recompute we raise leaves a generator that fails when it is collected: it pops
+# saved-tensor hooks that are gone.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <generator object _checkpoint_without:pytest.PytestUnraisableExceptionWarning"
+    if torch.__version__.startswith("2.11.")
+    else "error::pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("later", [0, 16])
 @pytest.mark.parametrize("then", ["attached", "detached", "armed anew", "other documents"])
 @pytest.mark.parametrize("way", WITHOUT_CONTEXT)

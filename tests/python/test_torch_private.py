@@ -89,7 +89,14 @@ def test_metadata_lives_with_the_node():
     assert _torch_private.node_metadata(x) is None
 
 
-def test_the_metadata_of_functions_whose_forward_runs():
+@pytest.fixture(params=["as this torch does", "leaves no frame"])
+def apply_calls_forwards(request, monkeypatch):
+    """torch.autograd.Function.apply is Python before torch 2.14; from there on it is C++, and both are the same."""
+    if request.param == "leaves no frame":
+        monkeypatch.setattr(_torch_private, "_APPLY", None)
+
+
+def test_the_metadata_of_functions_whose_forward_runs(apply_calls_forwards):
     seen = []
 
     class Function(torch.autograd.Function):
@@ -110,6 +117,9 @@ def test_the_metadata_of_functions_whose_forward_runs():
     class Decorated(Function):
         forward = staticmethod(torch.amp.custom_fwd(Function.forward, device_type="cpu"))
 
+    class Partial(Function):
+        forward = staticmethod(functools.partial(Function.forward))
+
     class WithoutContext(Function):
         forward = staticmethod(lambda x, inner: Function.forward(None, x, inner))
         setup_context = staticmethod(lambda ctx, inputs, output: None)
@@ -119,7 +129,9 @@ def test_the_metadata_of_functions_whose_forward_runs():
     for outer, inner, found, number in (
         (Function, None, [True], 0),
         (Decorated, None, [True], 0),
+        (Partial, None, [True], 0),
         (Function, Decorated, [True, True], 1),
+        (Function, Function, [True, True], 1),
         (WithoutContext, None, [False], None),
         (Function, WithoutContext, [False, True], 1),
     ):
@@ -134,7 +146,7 @@ def test_the_metadata_of_functions_whose_forward_runs():
 
 
 @pytest.mark.parametrize("boxed", [False, True])
-def test_a_function_whose_backward_runs_is_not_one_whose_forward_runs(boxed):
+def test_a_function_whose_backward_runs_is_not_one_whose_forward_runs(boxed, apply_calls_forwards):
     """A forward without a context within a backward with one, as of a checkpoint within a recompute."""
     seen = []
 
@@ -169,6 +181,43 @@ def test_a_function_whose_backward_runs_is_not_one_whose_forward_runs(boxed):
 
     Outer.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert seen == [None], CHANGED + "how a forward is told from a backward"
+
+
+def test_a_decorator_of_a_forward_may_stand_around_others(apply_calls_forwards):
+    """Around what calls an apply, and around the backward in which one is called."""
+    seen = []
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        @torch.enable_grad()
+        def forward(ctx, x):
+            metadata = list(_torch_private.metadata_of_running_functions())
+            metadata[0]["packed_sdpa_test"] = 1
+            seen.append(len(metadata))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        @torch.enable_grad()
+        def backward(ctx, grad):
+            assert "packed_sdpa_test" in _torch_private.node_metadata(Inner.apply(torch.ones(2, requires_grad=True)))
+            assert "packed_sdpa_test" not in ctx.metadata
+            return grad * 2
+
+    @torch.enable_grad()
+    def evaluation():
+        return Outer.apply(Inner.apply(torch.ones(2, requires_grad=True)))
+
+    evaluation().sum().backward()
+    assert seen == [1, 1]
 
 
 def test_modules_keep_their_hooks_where_we_look():
