@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from packed_sdpa import _torch_private, hf
 from packed_sdpa import packed as _installs_what_hooked_modules_call  # noqa: F401
-from packed_sdpa._library import ops
 from packed_sdpa._torch_private import JIT_TRACE
 from packed_sdpa.armed import (
+    NEVER_HOOKED,
     UNSUPPORTED_JIT_TRACE,
     UNSUPPORTED_TRANSFORM,
     ArmedDocuments,
@@ -43,7 +43,7 @@ from packed_sdpa.interception import check_greenlet
 from packed_sdpa.mask_audit import ON_MASK, DenseMaskAudit, raise_or_warn
 from packed_sdpa.model_survey import Survey, few, survey
 from packed_sdpa.records import ModuleRecord
-from packed_sdpa.repeats import ForwardNote, check_repeat, note_forward, notes_for
+from packed_sdpa.repeats import Lingering, check_repeat, note_forward, notes_for
 from packed_sdpa.scope import ForwardScope, Ledger, is_inside, leave_module, pop_scope, push_scope, scope_of
 
 BREAKS_AT_OUTER = (
@@ -69,7 +69,7 @@ RAN_NONE = (
 
 def _documents_armed_here() -> Documents | None:
     """Those armed by hand; in a recompute those under which its forward ran."""
-    armed = documents_of_call((), (0, 0))
+    armed = documents_of_call((), NEVER_HOOKED)
     return None if armed is None else Documents(armed, ARMED_BY_HAND)
 
 
@@ -105,10 +105,7 @@ class Attachment:
         self._mask_audit = DenseMaskAudit(on_mask, self.ledger.warned)
         self._undo: list[Callable[[], None]] = []
         self._outer: list[tuple[nn.Module, _AroundOuter]] = []
-        self.has_ended = False
-        self._notes: weakref.WeakSet[ForwardNote] = weakref.WeakSet()  # of packed forwards that may be recomputed
-        self._stays = False  # some of those cannot be noted
-        self._attached_at: tuple[int, int] = ops.this_place()
+        self.lingering = Lingering()  # notes of packed forwards are what may ask for it
         self._run_scoped = torch.compiler.disable(run_scoped, recursive=False, reason=BREAKS_AT_OUTER)
         self._parameters = {module: forward_parameters(module) for module in found.outer}
         for name, module in (*found.interface, *found.hooks):
@@ -150,20 +147,29 @@ class Attachment:
         add_around(module, around)
 
     def undo(self) -> None:
-        """The interface has nothing in the layers that could tell, in backward, that the model was attached before;
-        so what is around its outer forwards goes with the last graph that may repeat one."""
+        """Takes everything off the model; what is around its outer forwards goes with the last graph that may repeat
+        one, since the interface leaves nothing in the layers that could tell."""
         while self._undo:
             self._undo.pop()()
-        self.has_ended = True
-        for note in list(self._notes):
-            weakref.finalize(note, self._remove_outer).atexit = False
-        self._remove_outer()
-
-    def _remove_outer(self) -> None:
-        if self._stays or list(self._notes):
+        self.lingering.end(self._remove_outer)
+        if not self.lingering.stays:
             return
-        while self._outer:
-            remove_around(*self._outer.pop())
+        for module, mine in self._outer:
+            for around in arounds_of(module):
+                if isinstance(around, _AroundOuter) and around is not mine:
+                    self._stand_for(around.attachment, module)
+
+    def _stand_for(self, other: Attachment, module: nn.Module) -> None:
+        """An attachment that ended before and stays: its part around one outer module goes."""
+        if other.lingering.has_ended and other.lingering.stays:
+            self.lingering.take_over(other.lingering)
+            other._remove_outer(module)
+
+    def _remove_outer(self, only: nn.Module | None = None) -> None:
+        for module, around in list(self._outer):
+            if only is None or module is only:
+                self._outer.remove((module, around))
+                remove_around(module, around)
 
     # ---- around the outer forward
 
@@ -221,13 +227,20 @@ class Attachment:
             return
         noted.__enter__()
         if _torch_private.in_backward() and not (self.enabled and self._are_arguments(scope.documents)):
-            documents_of_call((self.number,), self._attached_at)  # raises when they are not those of the forward
+            if armed is not None and all(entry.ran_outside() for entry in _lingering_on(module)):
+                raise RuntimeError(
+                    f"packed_sdpa: a forward of {type(module).__name__} that ran while it was not attached is "
+                    "recomputed in backward while it is; detach, or attach only after that backward"
+                )
+            # Raises when they are not those of the forward.
+            documents_of_call((self.number,), self.lingering.first.began)
 
     def _note(self, module: nn.Module, documents: ArmedDocuments | None) -> None:
         note, everywhere = note_forward(module, documents)
         if note is not None and documents is not None and self.found.interface:
-            self._notes.add(note)
-            self._stays |= not everywhere
+            self.lingering.add(note)
+            if not everywhere:
+                self.lingering.cannot_follow()
 
     @_torch_private.untraced(BREAKS_AT_OUTER)
     def refuse_to_repeat(self, module: nn.Module) -> None:
@@ -236,11 +249,12 @@ class Attachment:
             return
         if not torch.is_grad_enabled():
             note_forward(module, None)
+            self.lingering.leaves_alone()
         if not _torch_private.in_backward():
             return
         notes = notes_for(module)
-        if any(note in self._notes for note in notes) or (
-            self._stays and not notes and _torch_private.metadata_of_current_function() is not None
+        if any(self.lingering.may_ask(note) for note in notes) or (
+            self.lingering.stays and not notes and not self.lingering.ran_outside()
         ):
             raise RuntimeError(
                 f"packed_sdpa: a forward of {type(module).__name__} is recomputed in backward after the model was "
@@ -461,13 +475,18 @@ class _AroundOuter:
         return self._around("forward", call, args, kwargs)
 
     def _around(self, way: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if self.attachment.has_ended:
+        if self.attachment.lingering.has_ended:
             self.attachment.refuse_to_repeat(self._module)
             return call(*args, **kwargs)
         run = self._run
         if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
             run = self.attachment._outer_forward  # which says why not; export itself refuses a disabled function
         return run(self._module, way, call, args, kwargs)
+
+
+def _lingering_on(module: nn.Module) -> list[Lingering]:
+    """Of every attachment around this outer module, ended or not."""
+    return [around.attachment.lingering for around in arounds_of(module) if isinstance(around, _AroundOuter)]
 
 
 class _AroundAttention:
@@ -637,7 +656,7 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 def _attachment_in(model: nn.Module) -> Attachment | None:
     arounds = (around for module in model.modules() for around in arounds_of(module))
     attachments = (a.attachment for a in arounds if isinstance(a, (_AroundOuter, _AroundAttention)))
-    return next((attachment for attachment in attachments if not attachment.has_ended), None)
+    return next((attachment for attachment in attachments if not attachment.lingering.has_ended), None)
 
 
 def _attach_again(

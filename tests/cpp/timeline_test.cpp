@@ -130,6 +130,8 @@ constexpr const char* kCure =
     "and "
     "keep the hooks attached until backward has run.";
 
+constexpr const char* kLeaveTheModel = " Leave the model as it is until backward has run.";
+
 // What is raised is a TimelineError of this text, with the cure behind it.
 template <typename Function>
 void expect_error(const std::string& text, Function function, const std::string& cure = kCure) {
@@ -296,7 +298,8 @@ TEST(Timeline, DocumentsOfOneForwardThatDiffer) {
       "overwritten, its handle switched on or off, or its model attached anew?",
       [&] {
         other.timeline.resolve(recompute, {{7}, {}}, {});
-      });
+      },
+      kLeaveTheModel);
 }
 
 TEST(Timeline, NestingIsBounded) {
@@ -389,7 +392,7 @@ TEST(Timeline, ARecomputeOfAForwardUnderAnEarlierAttachment) {
   expect_error(
       "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
       "overwritten, its handle switched on or off, or its model attached anew?",
-      [&] { read(2); });
+      [&] { read(2); }, kLeaveTheModel);
 }
 
 TEST(Timeline, HistoryIsBounded) {

@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -316,3 +318,34 @@ def test_data_loader_workers(workers):
     model = attached()
     for index, out in enumerate(torch.utils.data.DataLoader(Features(model), num_workers=workers)):
         assert_right(model, out, index)
+
+
+@pytest.mark.parametrize("inside", ["outer", "attention"])
+@pytest.mark.parametrize("make", [attached, seed_hooked])
+@pytest.mark.parametrize("half", [False, True])
+def test_greenlet_is_imported_in_the_middle_of_a_forward(make, inside, half, monkeypatch):
+    greenlet = pytest.importorskip("greenlet")
+    monkeypatch.delitem(sys.modules, "greenlet")
+    model = make()
+    module = model if inside == "outer" else model.plain_layers[0].self_attn.qkv
+    found = types.ModuleType("greenlet") if half else greenlet
+    module.register_forward_pre_hook(lambda *_: sys.modules.update(greenlet=found))
+    packed_sdpa.arm(WORK[0][1])
+    assert_right(model, model(WORK[0][0]), 0)
+    assert sys.modules["greenlet"] is found
+
+
+def test_a_greenlet_of_a_module_that_was_imported_in_the_middle(monkeypatch):
+    """It is not the one that the forward runs in."""
+    greenlet = pytest.importorskip("greenlet")
+    monkeypatch.delitem(sys.modules, "greenlet")
+    model = attached()
+
+    def between():
+        model.between = Stopping.between
+        sys.modules["greenlet"] = greenlet
+        with pytest.raises(RuntimeError, match="another greenlet of this thread was left in the middle"):
+            greenlet.greenlet(model).switch(WORK[1][0])
+
+    model.between = between
+    assert_right(model, model(WORK[0][0]), 0)
