@@ -201,6 +201,33 @@ TEST(Timeline, DeeperBackwardsFollowTheNodeThatAsked) {
   EXPECT_EQ(process.timeline.statistics().redirects, 1);
 }
 
+TEST(Timeline, AskersAreTheNodesWhoseForwardIsRecomputed) {
+  Process process;
+  const TimelinePtr a = value(1);
+  process.arm(a);
+  const NodePlace outer = process.clock.make_node();
+  process.call();
+  const NodePlace unsure = process.clock.make_node();  // of that forward, or of the recompute
+  const auto askers = [&](int64_t graph_task, NodePlace node, Precedes precedes) {
+    std::vector<std::pair<uint64_t, Precedes>> found;
+    const Moment now = process.clock.backward(graph_task, node, process.task, precedes);
+    for (const Timeline::Asker& asker : process.timeline.askers(now)) {
+      EXPECT_EQ(asker.node.thread, process.clock.thread);
+      found.emplace_back(asker.node.sequence, asker.precedes_region);
+    }
+    return found;
+  };
+  using Found = std::vector<std::pair<uint64_t, Precedes>>;
+  EXPECT_TRUE(process.timeline.askers(process.clock.forward()).empty());
+  EXPECT_EQ(askers(1, outer, Precedes::kYes), (Found{{outer.sequence, Precedes::kYes}}));
+  EXPECT_EQ(process.recompute(outer, 1, Precedes::kYes), 1);
+  const NodePlace inner = process.clock.make_node();
+  EXPECT_EQ(askers(2, inner, Precedes::kNo), (Found{{outer.sequence, Precedes::kYes}}));
+  EXPECT_EQ(askers(2, unsure, Precedes::kMaybe), (Found{{outer.sequence, Precedes::kYes}}));
+  EXPECT_EQ(askers(2, unsure, Precedes::kNo),
+            (Found{{outer.sequence, Precedes::kYes}, {unsure.sequence, Precedes::kNo}}));
+}
+
 TEST(Timeline, ScopesWinAndUnwindByNumber) {
   Process process;
   process.arm(value(9));

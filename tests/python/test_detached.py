@@ -19,7 +19,7 @@ from packed_models import (  # noqa: F401
     one_torch_thread,
     reentrant,
 )
-from test_recompute import SPLITS, SetupContextCheckpoint, batch, disarmed, expected_gradients  # noqa: F401
+from test_recompute import SPLITS, OwnTanh, SetupContextCheckpoint, batch, disarmed, expected_gradients  # noqa: F401
 
 
 class Function:
@@ -361,6 +361,25 @@ def test_a_region_with_one_that_stays_within(route, around):
         assert route == "hooks"
         for value, right in zip(got, expected, strict=True):
             torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("tanh", [torch.tanh, OwnTanh.apply], ids=["operator", "function"])
+def test_a_node_behind_a_region_that_ran_before_the_detach(tanh):
+    """It was made after the end, the forward that it makes again was not."""
+    case = Whole("hooks")
+    with case.attach():
+        case.loss()
+        out = case.forward(case.x)
+    held = case.x.detach()
+
+    def unpack(_):
+        with torch.no_grad():
+            return case.forward(held).tanh()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack):
+        loss = tanh(out).sum()
+    with case.raises():
+        loss.backward()
 
 
 @pytest.mark.parametrize("before", [False, True])
