@@ -109,6 +109,7 @@ THEN = {"armed": None, "arguments": "auto", "function": lambda **_: ids_of(OTHER
 TOLD = (
     r"^packed_sdpa: .*(in backward after the model was detached|found other documents than it ran under"
     r"|while it was not attached|between two attachments|ran before this attention was hooked|ran no hooked attention)"
+    r"|^documents and doc_ids disagree about the documents"
 )
 
 
@@ -154,10 +155,10 @@ def test_a_whole_forward(route, before, then, is_reentrant):
     gc.collect()
     try:
         found = gradients(model, logits)
-    except CheckpointError:  # torch's own: other tensors were saved
+    except (RuntimeError, ValueError) as error:
+        # CheckpointError is torch's own: other tensors were saved.
+        assert isinstance(error, CheckpointError) or re.match(TOLD, str(error)), error
         assert then is None or route != then[0] or not right(before, then[1], is_reentrant)
-    except RuntimeError as error:
-        assert re.match(TOLD, str(error)), error
         assert then is None or route != then[0] or not right(before, then[1], is_reentrant)
     else:
         assert worst(found, expected) < 1e-5  # positions go on, in float32
