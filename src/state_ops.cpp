@@ -134,6 +134,27 @@ std::tuple<int64_t, int64_t> this_place() {
   return {static_cast<int64_t>(now.thread), static_cast<int64_t>(now.sequence)};
 }
 
+// A class, since a selective checkpoint refuses an operator that runs in its recompute alone.
+struct Recompute final : torch::CustomClassHolder {};
+
+std::vector<int64_t> recomputed_nodes(bool ran_attention) {
+  std::vector<int64_t> flat;
+  for (const Timeline::Asker& asker : state::timeline().askers(state::this_moment(ran_attention))) {
+    flat.push_back(static_cast<int64_t>(asker.node.thread));
+    flat.push_back(static_cast<int64_t>(asker.node.sequence));
+    flat.push_back(static_cast<int64_t>(asker.precedes_region));
+  }
+  return flat;
+}
+
+void refuse_other_documents() {
+  try {
+    Timeline::refuse_other_documents();
+  } catch (const TimelineError& error) {
+    TORCH_CHECK(false, error.what());
+  }
+}
+
 std::vector<int64_t> state_statistics() {
   const Timeline::Statistics counts = state::timeline().statistics();
   return {counts.threads, counts.intervals, counts.redirects, counts.scopes, counts.values_alive};
@@ -158,6 +179,15 @@ TORCH_LIBRARY_FRAGMENT(packed_sdpa, library) {
       .def("set", &SharedVariable::set)
       .def("reset", &SharedVariable::reset)
       .def("take_released", &SharedVariable::take_released);
+  library.class_<Recompute>("Recompute")
+      .def(torch::init<>())
+      .def("place", [](const c10::intrusive_ptr<Recompute>&) { return this_place(); })
+      // The node whose forward is recomputed here: thread, sequence number, whether it precedes its region
+      // (0: no, 1: perhaps, 2: yes); a second one where it cannot be told which; nothing outside of a
+      // backward.
+      .def("nodes", [](const c10::intrusive_ptr<Recompute>&,
+                       bool ran_attention) { return recomputed_nodes(ran_attention); })
+      .def("refuse_other_documents", [](const c10::intrusive_ptr<Recompute>&) { refuse_other_documents(); });
   library.def("find_documents(int id) -> __torch__.torch.classes.packed_sdpa.ArmedDocuments?",
               find_documents);
   library.def(

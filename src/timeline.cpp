@@ -471,9 +471,7 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
                      : fits_beside(origin, chain.precedes_region, scope);
     };
     if (std::none_of(scopes.begin(), scopes.end(), is_repeated)) {
-      raise(
-          "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
-          "overwritten, its handle switched on or off, or its model attached anew?");
+      refuse_other_documents();
     }
   } else {
     bool by_scope = false;
@@ -499,6 +497,21 @@ TimelinePtr Timeline::resolve_in_backward(const Moment& now, const Caller& calle
   log.last_event = now.sequence;
   log.last_event_is_forward_call = false;
   return value;
+}
+
+std::vector<Timeline::Asker> Timeline::askers(const Moment& now) const {
+  if (now.graph_task == kNoGraphTask || !now.node) return {};
+  const Chain chain = chain_of(now);
+  std::vector<Asker> found{{chain.nodes.back(), chain.precedes_region}};
+  if (!chain.is_certain) found.push_back({*now.node, now.node_precedes_region});
+  return found;
+}
+
+void Timeline::refuse_other_documents() {
+  raise(
+      "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
+      "overwritten, its handle switched on or off, or its model attached anew?",
+      " Leave the model as it is until backward has run.");
 }
 
 TimelinePtr Timeline::resolve(const Moment& now, const Caller& caller, const ArmedReading& reading) {

@@ -103,6 +103,17 @@ class Timeline {
   // An outer forward of this attachment runs in this thread (and in the same backward, if in one).
   bool in_scope(const Moment& now, int64_t attachment) const;
 
+  // The node whose forward is recomputed here and now. Two where it cannot be told which; none outside of a
+  // backward.
+  struct Asker {
+    NodePlace node;
+    Precedes precedes_region = Precedes::kNo;
+  };
+  std::vector<Asker> askers(const Moment& now) const;
+
+  // Throws what is said of a forward whose recompute was given documents that it did not run under.
+  [[noreturn]] static void refuse_other_documents();
+
   struct Statistics {
     int64_t threads = 0;
     int64_t intervals = 0;

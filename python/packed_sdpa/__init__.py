@@ -4,7 +4,8 @@ import importlib.metadata
 
 from packed_sdpa._library import cmake_prefix_path
 from packed_sdpa.arming import arm, disarm
-from packed_sdpa.attach import Handle, NotTakenError, attach
+from packed_sdpa.attach import Handle, attach
+from packed_sdpa.attachment import NotTakenError
 from packed_sdpa.check import check_isolation
 from packed_sdpa.functional import available_backends, explain, packed_attention, varlen_attention
 from packed_sdpa.graph_layout import GraphLayout

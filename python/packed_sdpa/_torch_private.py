@@ -118,19 +118,24 @@ def untraced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-TRACES_NAMES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+TRACES_STR_SUBCLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+@untraced(
+    "packed_sdpa: torch.compile(fullgraph=True) of an attached Transformers layer needs torch 2.13 (2.11 cannot trace "
+    "the attention's name in the config); compile it without fullgraph=True, or install torch 2.13"
+)
+def _break_graph() -> None:
+    pass
 
 
 def break_graph_unless_names_are_traced() -> None:
-    """Before torch 2.12 torch.compile cannot trace a config whose attention's name is a subclass of str.
+    """Before torch 2.13 torch.compile cannot trace a config whose attention's name is a subclass of str.
 
     Without fullgraph=True the layer then goes on behind the break; with it the error says why.
     """
-    if not TRACES_NAMES:
-        torch._dynamo.graph_break(
-            msg="packed_sdpa: torch.compile(fullgraph=True) of an attached Transformers layer needs torch 2.13 (2.11 "
-            "cannot trace the attention's name in the config); compile it without fullgraph=True, or install torch 2.13"
-        )
+    if not TRACES_STR_SUBCLASSES:
+        _break_graph()
 
 
 _is_wrapped, _is_batched, _unwrapped = _names(

@@ -31,6 +31,7 @@ UNSUPPORTED_JIT_TRACE = (
 _resolve = ops.resolve_documents.default
 # Number of the documents that this context (an asyncio task, a greenlet) armed last, 0: it disarmed; None: neither.
 ARMED_IN_CONTEXT: contextvars.ContextVar[int | None] = contextvars.ContextVar("packed_sdpa_armed", default=None)
+NEVER_HOOKED = (0, 0)  # `documents_of_call` then asks nothing about when the module was hooked
 
 
 class ArmedDocuments:
@@ -101,13 +102,13 @@ def documents_of_call(attachments: tuple[int, ...], hooked_at: tuple[int, int]) 
         )
     documents = None
     while documents is None:
-        number = _resolve(attachments, *hooked_at, _torch_private.in_backward() and _asked_by_a_marked_function())
+        number = _resolve(attachments, *hooked_at, _torch_private.in_backward() and asked_by_a_marked_function())
         mine = ARMED_IN_CONTEXT.get()
         if mine is not None and mine != number:
             _check_context(attachments)
         if number == 0:
             if not torch.is_grad_enabled():
-                _mark_running_functions()
+                mark_running_functions()
             return None
         documents = documents_with(number)  # None: another thread has armed others since
     if tracer is not None:
@@ -187,20 +188,23 @@ def _add(metadata: dict[str, Any], documents: ArmedDocuments) -> None:
     _mark(metadata)[documents.id] = documents
 
 
-# A node that attention looked for its documents under, with or without finding any, is marked by the key.
-
-
 def _mark(metadata: dict[str, Any]) -> dict[int, ArmedDocuments]:
+    """The key says that attention looked for its documents under this node, with or without finding any."""
     return metadata.setdefault(_METADATA_KEY, {})
 
 
-def _mark_running_functions() -> None:
+def mark_running_functions() -> bool:
+    """Marks the node of each torch.autograd.Function whose forward runs here; False where one cannot be marked."""
+    everywhere = True
     for metadata in _torch_private.metadata_of_running_functions():
-        if metadata is not None:
+        if metadata is None:
+            everywhere = False
+        else:
             _mark(metadata)
+    return everywhere
 
 
-def _asked_by_a_marked_function() -> bool:
+def asked_by_a_marked_function() -> bool:
     """So it was made before the region that it recomputes."""
     metadata = _torch_private.metadata_of_current_function()
     return metadata is not None and _METADATA_KEY in metadata

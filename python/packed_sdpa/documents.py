@@ -83,6 +83,9 @@ def from_doc_ids(doc_ids: Tensor, source: str = "doc_ids", backend: str = "auto"
     return Documents(ArmedDocuments(doc_ids, backend), source)
 
 
+_TOLD = "documents="  # no parameter's name
+
+
 def sources_on_host(arguments: Mapping[str, Any], told: Any = None) -> tuple[dict[str, Any], Any]:
     """``arguments`` and ``told`` with what :func:`find_documents` reads copied to the host, in one copy a device.
 
@@ -99,9 +102,6 @@ def sources_on_host(arguments: Mapping[str, Any], told: Any = None) -> tuple[dic
         for (name, tensor), part in zip(there.items(), parts, strict=True):
             host[name] = part.clone().view(tensor.dtype).view(tensor.shape)  # a copy starts where its dtype may
     return host, host.pop(_TOLD, told)
-
-
-_TOLD = "documents="  # no parameter's name
 
 
 def _is_read(name: str, value: Any) -> bool:

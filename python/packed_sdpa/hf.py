@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from packed_sdpa import _torch_private
-from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_documents, keep_for_functions
+from packed_sdpa.armed import NEVER_HOOKED, ArmedDocuments, documents_of_call, keep_documents, keep_for_functions
 from packed_sdpa.arming import ARMED_BY_HAND, documents_armed_by_hand, refuse_documents_in_tracer
 from packed_sdpa.choice import choice_of
 from packed_sdpa.documents import Documents, from_doc_ids
@@ -213,7 +213,7 @@ def _documents_outside_attach(mask_function: Callable, attention_mask: Tensor | 
             return from_doc_ids(ids, "position_ids")
     if torch.compiler.is_compiling():
         return documents_armed_by_hand()
-    armed = documents_of_call((), (0, 0))  # in a recompute of the whole forward those that it ran under
+    armed = documents_of_call((), NEVER_HOOKED)  # in a recompute of the whole forward those that it ran under
     if armed is None:
         return None
     if not torch.is_grad_enabled():

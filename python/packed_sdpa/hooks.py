@@ -40,6 +40,7 @@ from packed_sdpa import _torch_private, guard, hf, interception
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments, Kept, documents_of_call, keep_documents
 from packed_sdpa.records import ModuleRecord
+from packed_sdpa.repeats import Lingering
 from packed_sdpa.scope import NOTES_FORWARDS
 from packed_sdpa.state import _PACKED_STATE
 
@@ -79,7 +80,8 @@ class AttentionHook:
     """One hooking of one module: the real pre/post hook pair, and the guard around it.
 
     Once it is ended (unhooked) it still repeats, in backward, the forwards that ran under it, and goes with the last of
-    their documents; it stays when some of them cannot be followed (`Kept.IN_RING`).
+    their documents. Where some of these cannot be followed (`Kept.IN_RING`) it stays, until the next such hooking of
+    the module ends, and stands for it too.
     """
 
     is_copy = False  # came with a module that was copied: does nothing
@@ -96,13 +98,11 @@ class AttentionHook:
         self._module = weakref.ref(module)
         self.record = record
         self.attachment = attachment
+        self._attachments = set() if attachment is None else {attachment}  # of those too that it stands for
         self.window_size = window_size
         self._warned: set[str] = set()
-        self._hooked_at: tuple[int, int] = ops.this_place()
-        self._has_ended = False
-        self._stays = False
+        self.lingering = Lingering()
         self._latest: weakref.ref[ArmedDocuments] | None = None
-        self._ran_under: weakref.WeakSet[ArmedDocuments] = weakref.WeakSet()
         self._handles = (
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, always_call=True),
@@ -116,14 +116,15 @@ class AttentionHook:
         return copied
 
     def unhook(self) -> None:
-        self._has_ended = True
-        for documents in list(self._ran_under):
-            weakref.finalize(documents, self._remove_if_unused).atexit = False
-        self._remove_if_unused()
-
-    def _remove_if_unused(self) -> None:
-        if not self._stays and not list(self._ran_under):  # its length counts some that are gone
-            self._remove()
+        self.lingering.end(self._remove)
+        module = self._module()
+        if module is None or not self.lingering.stays:
+            return
+        for hook in hooks_of(module):
+            if hook is not self and hook.lingering.has_ended and hook.lingering.stays:
+                self.lingering.take_over(hook.lingering)
+                self._attachments |= hook._attachments
+                hook._remove()
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -133,22 +134,27 @@ class AttentionHook:
             guard.remove_around(module, self)
 
     def _is_off(self) -> bool:
-        """Does nothing here: a copy's, or an ended one outside of backward."""
-        return self.is_copy or (self._has_ended and not _torch_private.in_backward())
+        """Does nothing here: a copy's, or an ended one but for recomputes of forwards that ran under it."""
+        if self.is_copy:
+            return True
+        if not self.lingering.has_ended or (_torch_private.in_backward() and not self.lingering.ran_outside()):
+            return False
+        self.lingering.leaves_alone()
+        return True
 
     @property
     def hooked_at(self) -> tuple[int, int]:
         """Since when the module is hooked."""
-        module = self._module()
-        hooks = () if module is None else hooks_of(module)
-        return hooks[0]._hooked_at if hooks else self._hooked_at
+        return min(hook.lingering.first for hook in self._hooks_of_module()).began
 
     @property
     def attachments(self) -> tuple[int, ...]:
         """Whose scopes count, newest first: those of every hooking of this module."""
+        return tuple(sorted(set().union(*(hook._attachments for hook in self._hooks_of_module())), reverse=True))
+
+    def _hooks_of_module(self) -> tuple[AttentionHook, ...]:
         module = self._module()
-        numbers = () if module is None else (hook.attachment for hook in reversed(hooks_of(module)))
-        return tuple(number for number in numbers if number is not None)
+        return (module is not None and hooks_of(module)) or (self,)
 
     def is_causal(self) -> bool:
         return getattr(self._module(), "is_causal", None) is not False
@@ -160,8 +166,14 @@ class AttentionHook:
 
     def documents(self) -> ArmedDocuments | None:
         """Those of the call that runs now; see `documents_of_call`."""
+        hooks = self._hooks_of_module()
+        if len(hooks) > 1 and _torch_private.in_backward() and all(hook.lingering.ran_outside() for hook in hooks):
+            raise RuntimeError(
+                f"packed_sdpa: a forward of {self.record.name} that ran between two attachments of its model is "
+                "recomputed in backward while it is attached; detach, or attach only after that backward"
+            )
         documents = documents_of_call(self.attachments, self.hooked_at)
-        if documents is None and self._has_ended and self.attachment is not None:
+        if documents is None and self.lingering.has_ended and self.attachment is not None:
             raise RuntimeError(
                 f"packed_sdpa: {self.record.name} is recomputed in backward after the model was detached, and it "
                 "cannot be told whether its forward had documents (the whole forward is recomputed, or it ran "
@@ -175,10 +187,10 @@ class AttentionHook:
         if kept is Kept.NOT:
             return
         if kept is Kept.IN_RING:
-            self._stays = True
+            self.lingering.cannot_follow()
         if self._latest is None or self._latest() is not documents:
             self._latest = weakref.ref(documents)
-            self._ran_under.add(documents)
+            self.lingering.add(documents)
 
     def passed_while_armed(self, reason: str, sizes: str) -> None:
         """Warns, once a reason. Attached models have their own way to tell."""

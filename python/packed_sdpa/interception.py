@@ -52,13 +52,15 @@ class Frame:
 
 def current_greenlet() -> object:
     """Of a thread's greenlets the one that runs; None where nobody uses any."""
-    greenlet = sys.modules.get("greenlet")
-    return None if greenlet is None else greenlet.getcurrent()
+    getcurrent = getattr(sys.modules.get("greenlet"), "getcurrent", None)  # it may be half imported
+    return None if getcurrent is None else getcurrent()
 
 
 def check_greenlet(of_running: object) -> None:
     """Raises when another greenlet of this thread stands in the middle of a forward."""
-    if of_running is not current_greenlet():
+    now: Any = current_greenlet()
+    was_imported_since = of_running is None and now is not None and now.parent is None
+    if of_running is not now and not was_imported_since:
         raise RuntimeError(
             "packed_sdpa: another greenlet of this thread was left in the middle of an attached or hooked forward, "
             "whose documents would be taken for those of this one; switch greenlets between forwards, or run them in "

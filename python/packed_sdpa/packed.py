@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packed_sdpa import _torch_private, interception
-from packed_sdpa.armed import ArmedDocuments, documents_of_call, keep_for_functions, keep_for_recompute
+from packed_sdpa.armed import NEVER_HOOKED, ArmedDocuments, documents_of_call, keep_for_functions, keep_for_recompute
 from packed_sdpa.choice import choice_of
 from packed_sdpa.functional import attention_on_tensors
 from packed_sdpa.hooks import hook_self_attention
@@ -30,8 +30,6 @@ BREAKS_AT_THE_CALL = (
     "_packed_varlen_sdpa finds the armed documents when it runs, so the graph breaks there; compile without "
     "fullgraph=True, or call packed_attention(..., layout)"
 )
-
-_NOT_HOOKED = (0, 0)
 
 # Why a call was passed through to stock.
 NOT_CAUSAL = "the module says is_causal = False"
@@ -99,7 +97,7 @@ def _packed_varlen_sdpa(
     reason = _reason_without_documents(frame, query, key, value)
     if reason is None:
         hook = None if frame is None else frame.hook
-        documents = documents_of_call((), _NOT_HOOKED) if hook is None else hook.documents()
+        documents = documents_of_call((), NEVER_HOOKED) if hook is None else hook.documents()
         reason = UNARMED if documents is None else _mismatch(documents, query, key, value)
     if reason is None:
         matched = _match_heads(query, key, value, enable_gqa)

@@ -39,7 +39,15 @@ class ForwardScope:
     """One outer forward. ``documents`` None: it runs unpacked."""
 
     __slots__ = (
-        *("dense_mask", "documents", "gave_masks", "greenlet", "inside", "ledger", "on_mask", "ran", "seen"),
+        "dense_mask",
+        "documents",
+        "gave_masks",
+        "greenlet",
+        "inside",
+        "ledger",
+        "on_mask",
+        "ran",
+        "seen",
         "taken_before",
     )
 

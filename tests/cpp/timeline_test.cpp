@@ -130,6 +130,8 @@ constexpr const char* kCure =
     "and "
     "keep the hooks attached until backward has run.";
 
+constexpr const char* kLeaveTheModel = " Leave the model as it is until backward has run.";
+
 // What is raised is a TimelineError of this text, with the cure behind it.
 template <typename Function>
 void expect_error(const std::string& text, Function function, const std::string& cure = kCure) {
@@ -197,6 +199,33 @@ TEST(Timeline, DeeperBackwardsFollowTheNodeThatAsked) {
   process.task = std::make_shared<BackwardTask>();
   EXPECT_EQ(process.recompute(tail_of_b, 3), 2);
   EXPECT_EQ(process.timeline.statistics().redirects, 1);
+}
+
+TEST(Timeline, AskersAreTheNodesWhoseForwardIsRecomputed) {
+  Process process;
+  const TimelinePtr a = value(1);
+  process.arm(a);
+  const NodePlace outer = process.clock.make_node();
+  process.call();
+  const NodePlace unsure = process.clock.make_node();  // of that forward, or of the recompute
+  const auto askers = [&](int64_t graph_task, NodePlace node, Precedes precedes) {
+    std::vector<std::pair<uint64_t, Precedes>> found;
+    const Moment now = process.clock.backward(graph_task, node, process.task, precedes);
+    for (const Timeline::Asker& asker : process.timeline.askers(now)) {
+      EXPECT_EQ(asker.node.thread, process.clock.thread);
+      found.emplace_back(asker.node.sequence, asker.precedes_region);
+    }
+    return found;
+  };
+  using Found = std::vector<std::pair<uint64_t, Precedes>>;
+  EXPECT_TRUE(process.timeline.askers(process.clock.forward()).empty());
+  EXPECT_EQ(askers(1, outer, Precedes::kYes), (Found{{outer.sequence, Precedes::kYes}}));
+  EXPECT_EQ(process.recompute(outer, 1, Precedes::kYes), 1);
+  const NodePlace inner = process.clock.make_node();
+  EXPECT_EQ(askers(2, inner, Precedes::kNo), (Found{{outer.sequence, Precedes::kYes}}));
+  EXPECT_EQ(askers(2, unsure, Precedes::kMaybe), (Found{{outer.sequence, Precedes::kYes}}));
+  EXPECT_EQ(askers(2, unsure, Precedes::kNo),
+            (Found{{outer.sequence, Precedes::kYes}, {unsure.sequence, Precedes::kNo}}));
 }
 
 TEST(Timeline, ScopesWinAndUnwindByNumber) {
@@ -309,7 +338,8 @@ TEST(Timeline, DocumentsOfOneForwardThatDiffer) {
       "overwritten, its handle switched on or off, or its model attached anew?",
       [&] {
         other.timeline.resolve(recompute, {{7}, {}}, {});
-      });
+      },
+      kLeaveTheModel);
 }
 
 TEST(Timeline, NestingIsBounded) {
@@ -402,7 +432,7 @@ TEST(Timeline, ARecomputeOfAForwardUnderAnEarlierAttachment) {
   expect_error(
       "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
       "overwritten, its handle switched on or off, or its model attached anew?",
-      [&] { read(2); });
+      [&] { read(2); }, kLeaveTheModel);
 }
 
 TEST(Timeline, HistoryIsBounded) {

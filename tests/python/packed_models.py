@@ -194,6 +194,23 @@ class Model(nn.Module):
         return [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters()]
 
 
+def loss_of_layers(model: Model, x: Tensor, run) -> Tensor:
+    """``run(layer, x)`` for each layer, in its turn."""
+    x = model.embed(x)
+    for layer in model.plain_layers:
+        x = run(layer, x)
+    return x.square().sum()
+
+
+def gradients_with_tanh(model: Model, x: Tensor, doc_ids: Tensor) -> list[Tensor | None]:
+    """Of the oracle's layers, each followed by a tanh: what `saved_tensor_hooks` computes."""
+    mask = dense_mask(doc_ids, x.shape[1])
+    loss_of_layers(model, x, lambda layer, y: layer(y, mask).tanh()).backward()
+    gradients = model.gradients()
+    model.zero_grad()
+    return gradients
+
+
 def assert_gradients(got, expected, what: str) -> None:
     for index, (left, right) in enumerate(zip(got, expected, strict=True)):
         assert (left is None) == (right is None), f"{what}: gradient {index}"

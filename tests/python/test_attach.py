@@ -604,7 +604,7 @@ def test_a_model_without_attention_names_what_it_has():
 
 
 def test_a_failing_attach_is_undone(llama, monkeypatch):
-    module = sys.modules["packed_sdpa.attach"]
+    module = sys.modules["packed_sdpa.attachment"]
     before = state_of(llama)
     calls = []
     real = module.add_around

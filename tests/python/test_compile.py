@@ -258,7 +258,7 @@ def test_a_compiled_transformers_model(part, backend):
         if part == "layer":
             model.model.layers[0].compile(fullgraph=True, backend=counter)
             run = model
-            if not _torch_private.TRACES_NAMES:
+            if not _torch_private.TRACES_STR_SUBCLASSES:
                 with pytest.raises(torch._dynamo.exc.Unsupported, match=r"needs torch 2.13 .* without fullgraph=True"):
                     run(**packed_batch(), use_cache=False)
                 return
@@ -277,6 +277,26 @@ def test_a_compiled_transformers_model(part, backend):
     assert 0 < counter.frame_count <= 2 * graphs
     if part == "layer":
         assert graphs == 1
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_torch_that_cannot_trace_the_name_breaks_the_graph(monkeypatch, fullgraph):
+    """Or says why there can be none with fullgraph=True; as before torch 2.13."""
+    pytest.importorskip("transformers")
+    from hf_models import ARCHITECTURES, each_alone, packed_batch
+
+    monkeypatch.setattr(_torch_private, "TRACES_STR_SUBCLASSES", False)
+    model = ARCHITECTURES["llama"].make(num_hidden_layers=1)
+    data = packed_batch((3, 4))
+    expected = each_alone(model, data, (3, 4))
+    model.model.layers[0].compile(fullgraph=fullgraph, backend="aot_eager")
+    with packed_sdpa.attach(model, strict=True):
+        if fullgraph:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match=r"needs torch 2.13 .* without fullgraph=True"):
+                model(**data, use_cache=False)
+        else:
+            logits = model(**data, use_cache=False).logits
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("route", ["hooks", "interface"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import packed_sdpa
 from packed_models import (  # noqa: F401
@@ -18,7 +19,7 @@ from packed_models import (  # noqa: F401
     one_torch_thread,
     reentrant,
 )
-from test_recompute import SPLITS, SetupContextCheckpoint, batch, disarmed, expected_gradients  # noqa: F401
+from test_recompute import SPLITS, OwnTanh, SetupContextCheckpoint, batch, disarmed, expected_gradients  # noqa: F401
 
 
 class Function:
@@ -111,6 +112,14 @@ FOUND = {"armed": None, "arguments": "auto", "function": lambda **_: ids_of(LENG
 THEN = {"armed": None, "arguments": "auto", "function": lambda **_: ids_of(OTHER)}
 
 
+# What is said of a recompute whose model was detached, or attached otherwise, since its forward.
+TOLD = (
+    r"^packed_sdpa: .*(in backward after the model was detached|found other documents than it ran under"
+    r"|while it was not attached|between two attachments|ran before this attention was hooked|ran no hooked attention)"
+    r"|^documents and doc_ids disagree about the documents"
+)
+
+
 def ids_of(lengths):
     return torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths))[None]
 
@@ -153,7 +162,10 @@ def test_a_whole_forward(route, before, then, is_reentrant):
     gc.collect()
     try:
         found = gradients(model, logits)
-    except (RuntimeError, ValueError):  # among them torch's own CheckpointError: other tensors were saved
+    except (RuntimeError, ValueError) as error:
+        # CheckpointError is torch's own: other tensors were saved.
+        assert isinstance(error, CheckpointError) or re.match(TOLD, str(error)), error
+        assert then is None or route != then[0] or not right(before, then[1], is_reentrant)
         assert then is None or route != then[0] or not right(before, then[1], is_reentrant)
     else:
         assert worst(found, expected) < 1e-5  # positions go on, in float32
@@ -251,3 +263,240 @@ def test_a_model_that_only_has_the_name(is_reentrant, later):
         packed_sdpa.arm(ids_of(later))
     forward(x)
     assert worst(gradients(model, logits), expected) < 1e-5  # positions go on, in float32
+
+
+# What stays where it cannot be told until when a recompute may come.
+
+
+class Whole:
+    """A model in a checkpoint that is not given its context: the layers of one in each, or all of it in one."""
+
+    def __init__(self, route):
+        self.route = route
+        if route == "hooks":
+            self.model = Model(num_layers=1)
+            self.x = batch(1)
+            self.documents = (SPLITS[0], SPLITS[2])
+        else:
+            pytest.importorskip("transformers")
+            from hf_models import ARCHITECTURES
+
+            self.model = ARCHITECTURES["llama"].make().train()
+            self.x = torch.randn(1, sum(LENGTHS), self.model.config.hidden_size, dtype=torch.float64)
+            self.documents = (ids_of(LENGTHS), ids_of(OTHER))
+        self.x.requires_grad_()
+
+    def forward(self, x):
+        return self.model(x) if self.route == "hooks" else self.model(inputs_embeds=x, use_cache=False).logits
+
+    def attach(self, which=0):
+        return packed_sdpa.attach(self.model, documents=lambda *_, **__: self.documents[which], route=self.route)
+
+    def loss(self, wrap=without_context):
+        return wrap(self.forward, self.x).square().sum()
+
+    def gradients(self, loss):
+        self.model.zero_grad()
+        self.x.grad = None
+        loss.backward()
+        return [self.x.grad, *(p.grad.clone() for p in self.model.parameters() if p.grad is not None)]
+
+    def expected(self, which=None):
+        if which is None:
+            return self.gradients(self.forward(self.x).square().sum())
+        with self.attach(which):
+            return self.gradients(self.forward(self.x).square().sum())
+
+    def assert_gradients(self, loss, expected):
+        for got, right in zip(self.gradients(loss), expected, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)
+
+    def lingering(self):
+        from packed_sdpa.guard import arounds_of
+
+        return max(len(arounds_of(module)) for module in self.model.modules())
+
+    def raises(self):
+        return pytest.raises(RuntimeError, match="is recomputed in backward after the model was detached")
+
+
+AFTER = {
+    "plain": lambda run, x: run(x),
+    "without a context": without_context,
+    "two of them": lambda run, x: without_context(lambda y: without_context(run, y), x),
+    "reentrant": reentrant,
+    "non-reentrant": non_reentrant,
+    "non-reentrant around": lambda run, x: non_reentrant(lambda y: without_context(run, y).tanh(), x),
+    "reentrant around": lambda run, x: reentrant(lambda y: without_context(run, y), x),
+}
+
+
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_what_stays_does_not_pile_up(route):
+    case = Whole(route)
+    expected = case.expected(0), case.expected(1)
+    for index in range(300):
+        with case.attach(index % 2):
+            loss = case.loss()
+            if index % 50 < 2:
+                case.assert_gradients(loss, expected[index % 2])
+        assert case.lingering() == 1
+    with case.raises():
+        case.gradients(loss)
+    old = case.attach(0)
+    case.loss()
+    old.detach()
+    assert case.lingering() == 1
+
+
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_stock_training_after_what_stays(route, after):
+    """A forward after the detach is recomputed by stock; one before it never is."""
+    case = Whole(route)
+    expected = case.expected()
+    stock = case.loss(AFTER[after])
+    expected_after = case.gradients(stock)
+    for _ in range(2):
+        with case.attach():
+            before = case.loss()
+            case.gradients(case.loss())
+        for _ in range(2):
+            case.assert_gradients(case.loss(AFTER[after]), expected_after)
+            case.assert_gradients(case.loss(), expected)
+        late = case.loss(AFTER[after])
+        with case.raises():
+            case.gradients(before)
+        case.assert_gradients(late, expected_after)
+
+
+@pytest.mark.parametrize("around", ["non-reentrant around", "reentrant around"])
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_a_region_with_one_that_stays_within(route, around):
+    """Whichever node of the region asks for the recompute, it is not run by stock in silence."""
+    case = Whole(route)
+    with case.attach():
+        expected = case.gradients(case.loss(AFTER[around]))
+        loss = case.loss(AFTER[around])
+    case.gradients(case.loss(AFTER[around]))
+    try:
+        got = case.gradients(loss)
+    except RuntimeError as error:
+        assert "packed_sdpa: " in str(error)
+    else:
+        assert route == "hooks"
+        for value, right in zip(got, expected, strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("tanh", [torch.tanh, OwnTanh.apply], ids=["operator", "function"])
+def test_a_node_behind_a_region_that_ran_before_the_detach(tanh):
+    """It was made after the end, the forward that it makes again was not."""
+    case = Whole("hooks")
+    with case.attach():
+        case.loss()
+        out = case.forward(case.x)
+    held = case.x.detach()
+
+    def unpack(_):
+        with torch.no_grad():
+            return case.forward(held).tanh()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack):
+        loss = tanh(out).sum()
+    with case.raises():
+        loss.backward()
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("wrap", AFTER)
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_a_forward_between_two_attachments(route, wrap, before):
+    """Or before the first; with documents armed by hand all the while, and another model's attention run under them."""
+    case = Whole(route)
+    case.documents = (None, None)
+    other = Model(num_layers=1)
+    packed_sdpa.attach(other, documents=None)
+    packed_sdpa.arm(SPLITS[0] if route == "hooks" else ids_of(LENGTHS))
+    expected = case.expected()
+    if not before:
+        with packed_sdpa.attach(case.model, documents=None, route=route):
+            case.loss()
+    between = case.loss(AFTER[wrap])
+    expected_between = case.gradients(case.loss(AFTER[wrap]))
+    with packed_sdpa.attach(case.model, documents=None, route=route):
+        if wrap == "plain":
+            case.assert_gradients(between, expected_between)
+        else:
+            with pytest.raises(RuntimeError, match=TOLD):
+                case.gradients(between)
+    case.assert_gradients(case.loss(), expected)
+
+
+@pytest.mark.parametrize("told", ["AB", "BA", "AA", "BB"])
+def test_the_forwards_of_one_region_are_repeated_in_their_order(told):
+    model = Model(num_layers=1)
+    x = batch(1).requires_grad_()
+    documents = {"A": SPLITS[0], "B": SPLITS[2]}
+
+    def region(x):
+        return model(x) + 2 * model(x)
+
+    def attached(order):
+        left = iter(order)
+        return packed_sdpa.attach(model, documents=lambda x: documents[next(left)])
+
+    (model.reference(x, SPLITS[0]) + 2 * model.reference(x, SPLITS[2])).square().sum().backward()
+    expected = model.gradients()
+    model.zero_grad()
+    with attached("AB"):
+        loss = reentrant(region, x).square().sum()
+    with attached(told):
+        if told == "AB":
+            loss.backward()
+            assert_gradients(model.gradients(), expected, "in order")
+        else:
+            with pytest.raises(RuntimeError, match="other documents than it ran under"):
+                loss.backward()
+
+
+class Partly(torch.autograd.Function):
+    """Runs two forwards, and recomputes the second alone, or both twice."""
+
+    @staticmethod
+    def forward(ctx, run, x, times):
+        ctx.run, ctx.times = run, times
+        ctx.save_for_backward(x)
+        return run(x).detach() + run(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            for _ in range(ctx.times):
+                out = ctx.run(x) if ctx.times == 1 else ctx.run(x).detach() + ctx.run(x)
+        torch.autograd.backward(out, grad)
+        return None, x.grad, None
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_function_that_repeats_a_part_or_all_of_it_twice(times):
+    case = Whole("interface")
+    parts = []
+    for which in (0, 1):
+        with case.attach(which):
+            parts.append(case.forward(case.x))
+    expected = case.gradients((parts[0].detach() + parts[1]).square().sum())
+    order = iter(())
+
+    def run(x):
+        return case.model(inputs_embeds=x, use_cache=False, doc_ids=case.documents[next(order)]).logits
+
+    with packed_sdpa.attach(case.model, route="interface"):
+        order = iter([0, 1, *([1] if times == 1 else [0, 1] * 2)])
+        case.assert_gradients(Partly.apply(run, case.x, times).square().sum(), expected)
+        for swapped in ([1, 0], [0, 0], [1, 1], [0, 1, 1, 0]):
+            order = iter([0, 1, *swapped])
+            loss = Partly.apply(run, case.x, 2).sum()
+            with pytest.raises(RuntimeError, match="found other documents than it ran under"):
+                loss.backward()

@@ -19,6 +19,8 @@ from packed_models import (  # noqa: F401
     OwnCheckpoint,
     assert_gradients,
     dense_mask,
+    gradients_with_tanh,
+    loss_of_layers,
     one_torch_thread,
     saved_tensor_hooks,
 )
@@ -627,19 +629,9 @@ def test_a_python_function_whose_saved_tensor_is_made_again(later):
     """Its node is the last of the region, not the first: right with one arming, else it raises, never a later one's."""
     model = hooked("none")
     x = batch(1)
-
-    def forward(run):
-        y = model.embed(x)
-        for layer in model.plain_layers:
-            y = run(layer, y)
-        return y.square().sum()
-
-    mask = dense_mask(SPLITS[0], ROWS)
-    forward(lambda layer, y: layer(y, mask).tanh()).backward()
-    expected = model.gradients()
-    model.zero_grad()
+    expected = gradients_with_tanh(model, x, SPLITS[0])
     arm(SPLITS[0])
-    loss = forward(functools.partial(saved_tensor_hooks, tanh=OwnTanh.apply))  # by a node of Python's
+    loss = loss_of_layers(model, x, functools.partial(saved_tensor_hooks, tanh=OwnTanh.apply))  # by a node of Python's
     arm(SPLITS[later])
     model(batch(2))
     if later == 0:

@@ -8,10 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from packed_models import ALL_KINDS, assert_gradients, dense_mask, one_torch_thread, saved_tensor_hooks  # noqa: F401
+from packed_models import (  # noqa: F401
+    ALL_KINDS,
+    assert_gradients,
+    dense_mask,
+    gradients_with_tanh,
+    loss_of_layers,
+    one_torch_thread,
+    saved_tensor_hooks,
+)
 from packed_sdpa.packed import disable_cp1_packed_varlen
 from test_recompute import (
-    ROWS,
     SPLITS,
     OwnTanh,
     SetupContextCheckpoint,
@@ -39,20 +46,10 @@ def test_a_saved_tensor_that_is_made_again(worker, tanh, later, another_forward,
     of that one's, by a reentrant checkpoint."""
 
     model, x = hooked("none"), batch(1)
-
-    def forward(run):
-        y = model.embed(x)
-        for layer in model.plain_layers:
-            y = run(layer, y)
-        return y.square().sum()
-
-    mask = dense_mask(SPLITS[0], ROWS)
-    forward(lambda layer, y: layer(y, mask).tanh()).backward()
-    expected = model.gradients()
-    model.zero_grad()
+    expected = gradients_with_tanh(model, x, SPLITS[0])
     arm(SPLITS[0])
     made_again = functools.partial(saved_tensor_hooks, tanh=torch.tanh if tanh == "operator" else OwnTanh.apply)
-    loss = worker(lambda: forward(made_again))
+    loss = worker(lambda: loss_of_layers(model, x, made_again))
     arm(SPLITS[later])
     if another_forward:
         worker(lambda: model(batch(2)))

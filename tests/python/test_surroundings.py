@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import pickle
 import signal
-import time
+import sys
+import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -72,16 +74,24 @@ def test_asyncio_tasks(rest):
     async def run(model, index, arms, waits):
         if arms:
             packed_sdpa.arm(WORK[index][1])
+        if waits:
+            begun.append(index)
+            if len(begun) == 2:
+                both.set()
         if waits and rest == "sleep":
-            await asyncio.sleep(0.01)
+            while not both.is_set():
+                await asyncio.sleep(0)
         if waits and rest == "thread":
-            return await asyncio.to_thread(lambda: (time.sleep(0.05), model(WORK[index][0]))[1])
+            return await asyncio.to_thread(lambda: (both.wait(60), model(WORK[index][0]))[1])
         return model(WORK[index][0])
+
+    begun, both = [], threading.Event()
 
     with pytest.raises(RuntimeError, match=OTHERS_WERE_ARMED):
         gather(*(run(armed, index, arms=True, waits=True) for index in (0, 1)))
     for model, arms, waits in ((armed, True, False), (told, False, True)):  # both cures
         packed_sdpa.disarm()
+        begun, both = [], threading.Event()
         for index, out in enumerate(gather(*(run(model, index, arms, waits) for index in (0, 1)))):
             assert_right(model, out, index)
 
@@ -90,13 +100,15 @@ def test_a_task_that_arms_and_one_that_disarms():
     model = seed_hooked()
 
     async def evaluate():
-        await asyncio.sleep(0.01)
         packed_sdpa.disarm()
+        disarmed_again.set()
 
     async def train():
         packed_sdpa.arm(SPLITS[0])
-        await asyncio.sleep(0.05)
+        await disarmed_again.wait()
         return model(WORK[0][0])
+
+    disarmed_again = asyncio.Event()
 
     with pytest.raises(RuntimeError, match=OTHERS_WERE_ARMED):
         gather(train(), evaluate())
@@ -366,7 +378,7 @@ def test_a_thread_pool():
 
 def run_attached(model, results):
     torch.set_num_threads(1)
-    results.put(model(WORK[0][0]).detach().tolist())
+    results.send(model(WORK[0][0]).detach().tolist())
 
 
 def run_copy(model, results):
@@ -374,20 +386,31 @@ def run_copy(model, results):
     plain = model(WORK[0][0])
     with packed_sdpa.attach(model, documents=lambda x: SPLITS[0]):
         packed = model(WORK[0][0])
-    results.put([plain.tolist(), packed.tolist()])
+    results.send([plain.tolist(), packed.tolist()])
 
 
 def in_process(method, target, model):
     context = multiprocessing.get_context(method)
-    results = context.SimpleQueue()
-    process = context.Process(target=target, args=(model, results))
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(model, there))
     process.start()
+    there.close()  # so that a child that fails ends the pipe
     try:
-        result = results.get()
+        has_result = here.poll(60)
     finally:
         process.join(60)
     assert process.exitcode == 0
-    return torch.tensor(result, dtype=torch.float64)
+    assert has_result
+    return torch.tensor(here.recv(), dtype=torch.float64)
+
+
+def fail(model, results):
+    raise SystemExit(3)
+
+
+def test_a_process_that_fails_is_told():
+    with pytest.raises(AssertionError, match="3 == 0"):
+        in_process("fork", fail, None)
 
 
 def test_a_forked_process_has_an_attached_model():
@@ -436,3 +459,34 @@ def test_data_loader_workers(workers):
     model = attached()
     for index, out in enumerate(torch.utils.data.DataLoader(Features(model), num_workers=workers)):
         assert_right(model, out, index)
+
+
+@pytest.mark.parametrize("inside", ["outer", "attention"])
+@pytest.mark.parametrize("make", [attached, seed_hooked])
+@pytest.mark.parametrize("half", [False, True])
+def test_greenlet_is_imported_in_the_middle_of_a_forward(make, inside, half, monkeypatch):
+    greenlet = pytest.importorskip("greenlet")
+    monkeypatch.delitem(sys.modules, "greenlet")
+    model = make()
+    module = model if inside == "outer" else model.plain_layers[0].self_attn.qkv
+    found = types.ModuleType("greenlet") if half else greenlet
+    module.register_forward_pre_hook(lambda *_: sys.modules.update(greenlet=found))
+    packed_sdpa.arm(WORK[0][1])
+    assert_right(model, model(WORK[0][0]), 0)
+    assert sys.modules["greenlet"] is found
+
+
+def test_a_greenlet_of_a_module_that_was_imported_in_the_middle(monkeypatch):
+    """It is not the one that the forward runs in."""
+    greenlet = pytest.importorskip("greenlet")
+    monkeypatch.delitem(sys.modules, "greenlet")
+    model = attached()
+
+    def between():
+        model.between = Stopping.between
+        sys.modules["greenlet"] = greenlet
+        with pytest.raises(RuntimeError, match="another greenlet of this thread was left in the middle"):
+            greenlet.greenlet(model).switch(WORK[1][0])
+
+    model.between = between
+    assert_right(model, model(WORK[0][0]), 0)

@@ -273,7 +273,7 @@ def test_fsdp2(one_process_group, shard_first):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not _torch_private.TRACES_NAMES, reason="this torch cannot, and says so (test_compile.py)")
+@pytest.mark.skipif(not _torch_private.TRACES_STR_SUBCLASSES, reason="this torch cannot, and says so (test_compile.py)")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_case_44_compiled_layers_take_new_documents_without_recompiling(backend):
     """Case 44: 20 batches with other splits; at most 2 compilations of a layer, no graph break."""
