@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from packed_sdpa.attachment import Attachment, attachment_in
+from packed_sdpa.attachment import Attachment, attachment_of
 from packed_sdpa.mask_audit import ON_MASK
 from packed_sdpa.match import Match, matcher, parts_of
 from packed_sdpa.model_survey import few, survey
@@ -113,7 +113,7 @@ def attach(
     the model is then unchanged.
     """
     _check_arguments(model, route, documents, match, strict, on_mask)
-    there = attachment_in(model)
+    there = attachment_of(model)
     if there is not None:
         return _attach_again(model, there, route, documents, match, strict, on_mask)
     found = survey(model, route, matcher(match))
@@ -134,11 +134,6 @@ def attach(
             stacklevel=2,
         )
     return Handle(attachment)
-
-
-def attachment_of(model: nn.Module) -> Attachment | None:
-    """The attachment of a model, or of the model that it wraps or is part of."""
-    return attachment_in(model)
 
 
 def _attach_again(

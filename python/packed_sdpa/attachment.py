@@ -239,7 +239,7 @@ class Attachment:
     @_torch_private.untraced(BREAKS_AT_OUTER)
     def refuse_to_repeat(self, module: nn.Module) -> None:
         """Detached: raises when a packed forward of this module is recomputed, which would run unpacked."""
-        if attachment_in(module) is not None:
+        if attachment_of(module) is not None:
             return
         if not torch.is_grad_enabled():
             note_forward(module, None)
@@ -521,7 +521,8 @@ def why_no_call(attention: nn.Module) -> str:
     return "it made no call that packed_sdpa saw (eager attention, or a function of its own)"
 
 
-def attachment_in(model: nn.Module) -> Attachment | None:
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """The attachment of a model, or of the model that it wraps or is part of."""
     arounds = (around for module in model.modules() for around in arounds_of(module))
     attachments = (a.attachment for a in arounds if isinstance(a, (_AroundOuter, _AroundAttention)))
     return next((attachment for attachment in attachments if not attachment.lingering.has_ended), None)

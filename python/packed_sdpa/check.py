@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from packed_sdpa.arming import documents_armed_by_hand
-from packed_sdpa.attach import attachment_of
-from packed_sdpa.attachment import Attachment, why_no_call
+from packed_sdpa.attachment import Attachment, attachment_of, why_no_call
 from packed_sdpa.documents import FOREIGN_KEYWORDS, OWN_KEYWORDS, SOURCE_KEYWORDS, Documents, find_documents
 from packed_sdpa.forward_parameters import forward_parameters
 from packed_sdpa.model_survey import leaking_layers, looks_like_attention

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from packed_sdpa.attach import Handle, attachment_of
-from packed_sdpa.attachment import Attachment
+from packed_sdpa.attach import Handle
+from packed_sdpa.attachment import Attachment, attachment_of
 from packed_sdpa.tables import as_text
 
 if TYPE_CHECKING:
