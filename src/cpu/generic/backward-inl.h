@@ -241,10 +241,20 @@ PACKED_SDPA_PHASE void grad_scores(const TiledBackward& call, const BackwardBuff
   }
 }
 
+// How many steps of a prefetch the products of a tile take, at most.
+template <class E>
+inline int64_t grad_tile_steps(const TiledBackward& call, const GradTile& tile) {
+  const AttentionShape& shape = call.params.shape;
+  const int64_t keys = tile.key_end - tile.key_begin;
+  return 2 * E::steps(keys, tile.num_rows) + E::steps(keys, shape.head_dim_v) +
+         E::steps(keys, shape.head_dim) +
+         E::steps(shape.head_dim, tile.num_rows) * ((keys + kKeysPerTerm - 1) / kKeysPerTerm);
+}
+
 template <class E, typename T>
 inline void grad_tile(const TiledBackward& call, const Document& document, int64_t kv_head,
                       const BackwardBuffers<E, T>& buffers, const GradTile& tile, int64_t block_keys,
-                      const NextTile<T>& next) {
+                      RowPrefetch* ahead) {
   const AttentionShape& shape = call.params.shape;
   const float scale = static_cast<float>(call.params.scale < 0 ? -call.params.scale : call.params.scale);
   const int64_t rows = buffers.rows;
@@ -265,12 +275,7 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
 
   const int64_t strips_begin = tile.key_begin / E::kBackwardKeyPadding * E::kBackwardKeyPadding;
   const int64_t strips_end = round_up(tile.key_end, E::kBackwardKeyPadding);
-  const int64_t parts = (strips_end - strips_begin + buffers.strip_keys - 1) / buffers.strip_keys;
   for (int64_t chunk = strips_begin; chunk < strips_end; chunk += buffers.strip_keys) {
-    const int64_t part = (chunk - strips_begin) / buffers.strip_keys;
-    next.query.prefetch_share(next.first_row, next.num_rows, part, parts);
-    next.out.prefetch_share(next.first_row, next.num_rows, part, parts);
-    next.grad_out.prefetch_share(next.first_row, next.num_rows, part, parts);
     const int64_t chunk_end =
         strips_end - chunk < buffers.strip_keys ? strips_end : chunk + buffers.strip_keys;
     if (call.dropout.enabled()) {
@@ -304,19 +309,20 @@ inline void grad_tile(const TiledBackward& call, const Document& document, int64
       typename E::Elem* grad_s = buffers.grad_s + strip * rows;
       if (span.begin < span.end) {
         E::gemm(count, span.begin, span.end, depth, buffers.k + strip * buffers.depth, buffers.depth,
-                buffers.q_transposed, buffers.transposed_layout(buffers.depth), s, rows, false);
+                buffers.q_transposed, buffers.transposed_layout(buffers.depth), s, rows, false, ahead);
         E::gemm(count, span.begin, span.end, depth_v, buffers.v + strip * buffers.depth_v, buffers.depth_v,
-                buffers.grad_out_transposed, buffers.transposed_layout(buffers.depth_v), grad_p, rows, false);
+                buffers.grad_out_transposed, buffers.transposed_layout(buffers.depth_v), grad_p, rows, false,
+                ahead);
       }
       grad_scores<E, T>(call, buffers, scale, strip, chunk, count, span, padded_rows, block_keys,
                         column_span);
       if (span.begin < span.end) {
         E::gemm(count, 0, columns_v, span.end - span.begin, p + span.begin, rows,
                 buffers.grad_out + span.begin / E::kPair * kPanel, buffers.q_layout(0),
-                buffers.grad_v + strip * buffers.depth_v, buffers.depth_v, true);
+                buffers.grad_v + strip * buffers.depth_v, buffers.depth_v, true, ahead);
         E::gemm(count, 0, columns, span.end - span.begin, grad_s + span.begin, rows,
                 buffers.q + span.begin / E::kPair * kPanel, buffers.q_layout(0),
-                buffers.grad_k + strip * buffers.depth, buffers.depth, true);
+                buffers.grad_k + strip * buffers.depth, buffers.depth, true, ahead);
       }
       strip = next;
     }
@@ -354,7 +360,7 @@ PACKED_SDPA_PHASE void write_grad_query(const TiledBackward& call, const Documen
 template <class E, typename T>
 PACKED_SDPA_PHASE void add_grad_query(const TiledBackward& call, const Document& document, int64_t kv_head,
                                       const BackwardBuffers<E, T>& buffers, const GradTile& tile,
-                                      GradQuerySum* sum, int64_t block) {
+                                      GradQuerySum* sum, int64_t block, RowPrefetch* ahead) {
   const int64_t index = tile.first_query / call.queries_per_tile;
   const GradQuerySum::Blocks blocks =
       sum == nullptr ? GradQuerySum::Blocks{block, block} : sum->blocks(index);
@@ -374,7 +380,7 @@ PACKED_SDPA_PHASE void add_grad_query(const TiledBackward& call, const Document&
     float* term = in_place ? buffers.grad_q_transposed : buffers.grad_q;
     E::gemm(head_dim, 0, padded_rows, end - begin, buffers.k_transposed + begin, buffers.keys,
             buffers.grad_s_b + begin / E::kPair * buffers.grad_s_layout().row_stride, buffers.grad_s_layout(),
-            term, buffers.rows, false);
+            term, buffers.rows, false, ahead);
     if (!has_turn) {
       sum->wait_turn(index, block);
       has_turn = true;
@@ -451,8 +457,13 @@ inline void backward_block(const TiledBackward& call, int32_t document_index, in
     if (t > tiles_begin) {
       next = next_tile<T>(call, document, kv_head, t - 1);
     }
-    grad_tile<E, T>(call, document, kv_head, buffers, tile, num_keys, next);
-    add_grad_query<E, T>(call, document, kv_head, buffers, tile, sum, block);
+    RowPrefetch ahead;
+    ahead.add(next.query, next.first_row, next.num_rows);
+    ahead.add(next.out, next.first_row, next.num_rows);
+    ahead.add(next.grad_out, next.first_row, next.num_rows);
+    ahead.spread(grad_tile_steps<E>(call, tile));
+    grad_tile<E, T>(call, document, kv_head, buffers, tile, num_keys, &ahead);
+    add_grad_query<E, T>(call, document, kv_head, buffers, tile, sum, block, &ahead);
   }
   if (sum != nullptr) sum->finish_block();
 

@@ -11,10 +11,10 @@ struct EngineBf16 : Gemm {
     for (int64_t i = 0; i < count; ++i) data[i].bits = static_cast<uint16_t>(data[i].bits ^ 0x8000u);
   }
   static inline void gemm(int64_t m, int64_t n_begin, int64_t n_end, int64_t k, const BFloat16* a,
-                          int64_t lda, const float* b, BLayout layout, float* c, int64_t ldc,
-                          bool accumulate) {
+                          int64_t lda, const float* b, BLayout layout, float* c, int64_t ldc, bool accumulate,
+                          RowPrefetch* ahead) {
     Gemm::multiply(m, n_begin, n_end, k / kPair, reinterpret_cast<const float*>(a), lda / kPair, b, layout, c,
-                   ldc, accumulate);
+                   ldc, accumulate, ahead);
   }
   // Rows of a tensor as a B operand whose k runs over them, two rows to a word; zero rows up to `padded`.
   static PACKED_SDPA_PHASE void pack_b(const RowSource<BFloat16>& source, int64_t first, int64_t count,

@@ -12,7 +12,6 @@ struct EngineF32 {
   static constexpr int64_t kDepthStep = 1;
   static constexpr int64_t kRowPadding = 1;
   static constexpr int64_t kKeyPadding = kLanes;
-  static constexpr int64_t kForwardItemRows = 512;
   static constexpr int64_t kForwardRows = 96;
   static constexpr int64_t kForwardKeys = 64;
   static constexpr int64_t kBackwardKeyPadding = 16;
@@ -26,9 +25,11 @@ struct EngineF32 {
   static inline void negate(float* data, int64_t count) {
     for (int64_t i = 0; i < count; i += kLanes) vec_store(data + i, vec_sub(vec_zero(), vec_load(data + i)));
   }
+  static constexpr int64_t steps(int64_t m, int64_t n) { return broadcast_steps(m, n); }
   static inline void gemm(int64_t m, int64_t n_begin, int64_t n_end, int64_t k, const float* a, int64_t lda,
-                          const float* b, BLayout layout, float* c, int64_t ldc, bool accumulate) {
-    gemm_broadcast<MultiplyAddFloat>(m, n_begin, n_end, k, a, lda, b, layout, c, ldc, accumulate);
+                          const float* b, BLayout layout, float* c, int64_t ldc, bool accumulate,
+                          RowPrefetch* ahead) {
+    gemm_broadcast<MultiplyAddFloat>(m, n_begin, n_end, k, a, lda, b, layout, c, ldc, accumulate, ahead);
   }
   // Rows of a tensor as a B operand whose k runs over them; zero rows up to `padded`.
   template <typename T>

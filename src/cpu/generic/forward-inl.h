@@ -121,7 +121,7 @@ struct NoBackground {
 template <class E, typename T>
 inline void forward_tile(const TiledForward& call, const Document& document, int64_t kv_head,
                          const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t first_row,
-                         int64_t num_rows, int64_t first_key, int64_t num_keys) {
+                         int64_t num_rows, int64_t first_key, int64_t num_keys, RowPrefetch* ahead) {
   using Elem = typename E::Elem;
   const int64_t depth = round_up(call.params.shape.head_dim, E::kDepthStep);
   const BLayout k_layout = {kPanel, buffers.depth / E::kPair * kPanel};
@@ -145,12 +145,12 @@ inline void forward_tile(const TiledForward& call, const Document& document, int
       float* s = buffers.s + strip * buffers.keys;
       Elem* p = buffers.p + strip * buffers.keys;
       E::gemm(count, span.begin, span.end, depth, buffers.q + row * buffers.depth, buffers.depth, buffers.k,
-              k_layout, s, buffers.keys, false);
+              k_layout, s, buffers.keys, false, ahead);
       softmax_rows<E, T>(call, document, kv_head, buffers, first_query, row, strip, count, span, first_key,
                          num_keys, &none);
       E::gemm(count, 0, buffers.width, span.end - span.begin, p + span.begin, buffers.keys,
               buffers.v + span.begin / E::kPair * kPanel, v_layout, buffers.out + row * buffers.width,
-              buffers.width, true);
+              buffers.width, true, ahead);
     }
     strip = next;
   }
@@ -184,10 +184,10 @@ PACKED_SDPA_PHASE void write_block(const TiledForward& call, const Document& doc
 // All rows of a block against a key tile, with the products in the background: while the softmax of one group
 // of rows runs on the vector unit, the scores of the next group and the O += P V of the last one run on the
 // tile unit. A group is at most a tile of rows with one span.
-template <class E, typename T, class Prefetch>
+template <class E, typename T>
 inline void forward_overlapped(const TiledForward& call, const Document& document, int64_t kv_head,
                                const ForwardBuffers<E, T>& buffers, int64_t first_query, int64_t num_rows,
-                               int64_t first_key, int64_t num_keys, const Prefetch& prefetch) {
+                               int64_t first_key, int64_t num_keys, RowPrefetch* ahead) {
   const int64_t depth = round_up(call.params.shape.head_dim, E::kDepthStep);
   const BLayout k_layout = {kPanel, buffers.depth / E::kPair * kPanel};
   const BLayout v_layout = {kPanel, buffers.keys / E::kPair * kPanel};
@@ -212,7 +212,7 @@ inline void forward_overlapped(const TiledForward& call, const Document& documen
     if (group.row < num_rows) group.count = (end < num_rows ? end : num_rows) - group.row;
     return group;
   };
-  typename E::Background background;
+  typename E::Background background(ahead);
   const auto add_scores = [&](const Group& group, int64_t slot) {
     background.add(group.count, group.span.begin, group.span.end, depth,
                    buffers.q + group.row * buffers.depth, buffers.depth, buffers.k, k_layout,
@@ -232,7 +232,6 @@ inline void forward_overlapped(const TiledForward& call, const Document& documen
   add_scores(group, slot);
   background.finish();
   while (group.count > 0) {
-    prefetch(group.row, group.count);
     const Group next = find_group(group.row + group.count);
     if (last.count > 0) add_output(last, 1 - slot);
     if (next.count > 0) add_scores(next, 1 - slot);
@@ -309,35 +308,29 @@ inline void forward_block(const TiledForward& call, const Document& document, in
     E::pack_b(value, first_key, num_keys, padded, buffers.width, buffers.v, v_layout, buffers.spare);
     const int64_t next_key = first_key + num_keys;
     const int64_t next_count = keys_end - next_key < buffers.keys ? keys_end - next_key : buffers.keys;
-    const int64_t parts = (num_rows + buffers.tile_rows - 1) / buffers.tile_rows;
-    const auto prefetch_next = [&](int64_t part, int64_t all) {
-      if (next_count > 0) {
-        key.prefetch_share(next_key, next_count, part, all);
-        value.prefetch_share(next_key, next_count, part, all);
-      } else {
-        next.query.prefetch_share(0, next.num_rows, part, all);
-        next.key.prefetch_share(0, next.num_keys, part, all);
-        next.value.prefetch_share(0, next.num_keys, part, all);
-      }
-    };
+    RowPrefetch ahead;
+    if (next_count > 0) {
+      ahead.add(key, next_key, next_count);
+      ahead.add(value, next_key, next_count);
+    } else {
+      ahead.add(next.query, 0, next.num_rows);
+      ahead.add(next.key, 0, next.num_keys);
+      ahead.add(next.value, 0, next.num_keys);
+    }
+    ahead.spread(E::steps(num_rows, padded) + E::steps(num_rows, buffers.width));
     if constexpr (E::kOverlap) {
       forward_overlapped<E, T>(call, document, kv_head, buffers, first_query, num_rows, first_key, num_keys,
-                               [&](int64_t row, int64_t count) {  // shares in strips of rows
-                                 for (int64_t r = row / E::kStrip;
-                                      r < (row + count + E::kStrip - 1) / E::kStrip; ++r) {
-                                   prefetch_next(r, (num_rows + E::kStrip - 1) / E::kStrip);
-                                 }
-                               });
+                               &ahead);
       continue;
     }
     for (int64_t row = 0; row < num_rows; row += buffers.tile_rows) {
-      prefetch_next(row / buffers.tile_rows, parts);
       const int64_t count = num_rows - row < buffers.tile_rows ? num_rows - row : buffers.tile_rows;
       const int64_t query_begin = row / call.group;
       const int64_t query_last = (row + count - 1) / call.group;
       if (buffers.begin[query_begin] >= first_key + num_keys || buffers.end[query_last] <= first_key)
         continue;
-      forward_tile<E, T>(call, document, kv_head, buffers, first_query, row, count, first_key, num_keys);
+      forward_tile<E, T>(call, document, kv_head, buffers, first_query, row, count, first_key, num_keys,
+                         &ahead);
     }
   }
   write_block<E, T>(call, document, kv_head, buffers, first_query, num_queries);
@@ -368,7 +361,23 @@ size_t forward_scratch(const TiledForward& call) {
   return size.bytes();
 }
 
+// Stacked rows of an item: more of them share a packed tile of keys, as long as their Q and O stay in L2. A
+// function of the shape alone, because with a window the tiles of keys, and so the bits, begin where the
+// item's rows do.
+template <class E>
+inline int64_t forward_item_rows(const AttentionShape& shape) {
+  constexpr int64_t kBytes = 768 << 10;
+  constexpr int64_t kMaxRows = 2048;
+  constexpr int64_t kMinRows = 256;
+  const int64_t row_bytes = shape.head_dim * static_cast<int64_t>(sizeof(typename E::Elem)) +
+                            shape.head_dim_v * static_cast<int64_t>(sizeof(float));
+  int64_t rows = kMaxRows;
+  while (rows > kMinRows && rows * row_bytes > kBytes) rows /= 2;
+  return rows;
+}
+
 template <class E, typename T>
 void run_forward(const ForwardParams& params, Executor& executor) {
-  run_tiled_forward(params, executor, E::kForwardItemRows, &forward_scratch<E, T>, &forward_item<E, T>);
+  run_tiled_forward(params, executor, forward_item_rows<E>(params.shape), &forward_scratch<E, T>,
+                    &forward_item<E, T>);
 }

@@ -56,23 +56,29 @@ inline void micro_rows(int64_t m, int64_t words, const float* a, int64_t lda, co
 
 template <class Op, int64_t kVecs>
 inline void micro_columns(int64_t m, int64_t words, const float* a, int64_t lda, const float* b,
-                          int64_t row_stride, float* c, int64_t ldc, bool accumulate) {
+                          int64_t row_stride, float* c, int64_t ldc, bool accumulate, RowPrefetch* ahead) {
   while (m >= kMicroRows) {
     micro_kernel<Op, kMicroRows, kVecs>(words, a, lda, b, row_stride, c, ldc, accumulate);
     a += kMicroRows * lda;
     c += kMicroRows * ldc;
     m -= kMicroRows;
+    ahead->step();
   }
   if constexpr (kMicroRows > 1) {
     if (m > 0) micro_rows<Op, kMicroRows - 1, kVecs>(m, words, a, lda, b, row_stride, c, ldc, accumulate);
   }
 }
 
+// How many steps of `ahead` a product takes, at most.
+constexpr int64_t broadcast_steps(int64_t m, int64_t n) {
+  return m / kMicroRows * ((n + kMicroVecs * kLanes - 1) / (kMicroVecs * kLanes));
+}
+
 // Columns [n_begin, n_end) of C; both multiples of kLanes. `c` points at column 0.
 template <class Op>
 inline void gemm_broadcast(int64_t m, int64_t n_begin, int64_t n_end, int64_t words, const float* a,
                            int64_t lda, const float* b, BLayout layout, float* c, int64_t ldc,
-                           bool accumulate) {
+                           bool accumulate, RowPrefetch* ahead) {
   for (int64_t n = n_begin; n < n_end;) {
     const int64_t in_panel = n % kPanel;
     int64_t width = kPanel - in_panel;
@@ -81,19 +87,19 @@ inline void gemm_broadcast(int64_t m, int64_t n_begin, int64_t n_end, int64_t wo
     const float* panel = b + (n / kPanel) * layout.panel_stride + in_panel;
     switch (width / kLanes) {
       case 1:
-        micro_columns<Op, 1>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate);
+        micro_columns<Op, 1>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate, ahead);
         break;
       case 2:
-        micro_columns<Op, 2>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate);
+        micro_columns<Op, 2>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate, ahead);
         break;
       case 3:
         if constexpr (kMicroVecs >= 3) {
-          micro_columns<Op, 3>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate);
+          micro_columns<Op, 3>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate, ahead);
         }
         break;
       default:
         if constexpr (kMicroVecs >= 4) {
-          micro_columns<Op, 4>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate);
+          micro_columns<Op, 4>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate, ahead);
         }
         break;
     }

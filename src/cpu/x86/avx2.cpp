@@ -21,6 +21,7 @@ constexpr int64_t kMicroVecs = 2;
 // Each builds on those before it.
 // clang-format off
 #include "cpu/x86/avx2_vec-inl.h"
+#include "cpu/generic/rows-inl.h"
 #include "cpu/generic/gemm_broadcast-inl.h"
 #include "cpu/generic/exp-inl.h"
 #include "cpu/generic/pack-inl.h"

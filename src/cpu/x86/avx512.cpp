@@ -22,6 +22,7 @@ constexpr int64_t kMicroVecs = 4;
 // Each builds on those before it.
 // clang-format off
 #include "cpu/x86/avx512_vec-inl.h"
+#include "cpu/generic/rows-inl.h"
 #include "cpu/generic/gemm_broadcast-inl.h"
 #include "cpu/generic/exp-inl.h"
 #include "cpu/generic/pack-inl.h"

@@ -14,7 +14,6 @@ struct AmxBf16 {
   static constexpr int64_t kDepthStep = 32;
   static constexpr int64_t kRowPadding = 32;
   static constexpr int64_t kKeyPadding = 32;
-  static constexpr int64_t kForwardItemRows = 512;
   static constexpr int64_t kForwardRows = 64;
   static constexpr int64_t kForwardKeys = 256;
   static constexpr int64_t kBackwardKeyPadding = 32;
@@ -91,27 +90,31 @@ struct AmxBf16 {
   template <bool kTwoColumns>
   static PACKED_SDPA_INLINE void columns(int64_t m, int64_t words, const float* a, int64_t lda,
                                          const float* b, int64_t row_stride, float* c, int64_t ldc,
-                                         bool accumulate) {
+                                         bool accumulate, RowPrefetch* ahead) {
     int64_t row = 0;
     for (; row + kTileRows < m; row += 2 * kTileRows) {
       block<true, kTwoColumns>(words, a + row * lda, lda, b, row_stride, c + row * ldc, ldc, accumulate);
+      ahead->step();
     }
     if (row < m)
       block<false, kTwoColumns>(words, a + row * lda, lda, b, row_stride, c + row * ldc, ldc, accumulate);
   }
 
+  static constexpr int64_t steps(int64_t m, int64_t n) {
+    return (m + 2 * kTileRows - 1) / (2 * kTileRows) * ((n + 31) / 32);
+  }
   static inline void multiply(int64_t m, int64_t n_begin, int64_t n_end, int64_t words, const float* a,
                               int64_t lda, const float* b, BLayout layout, float* c, int64_t ldc,
-                              bool accumulate) {
+                              bool accumulate, RowPrefetch* ahead) {
     compiler_fence(a);
     for (int64_t n = n_begin; n < n_end;) {
       const int64_t in_panel = n % kPanel;
       const float* panel = b + n / kPanel * layout.panel_stride + in_panel;
       if (in_panel == 0 && n_end - n >= 32) {
-        columns<true>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate);
+        columns<true>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate, ahead);
         n += 32;
       } else {
-        columns<false>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate);
+        columns<false>(m, words, a, lda, panel, layout.row_stride, c + n, ldc, accumulate, ahead);
         n += 16;
       }
     }
@@ -121,10 +124,11 @@ struct AmxBf16 {
   // hundred cycles while the core goes on with the vector instructions behind it.
   class Background {
    public:
+    explicit Background(RowPrefetch* ahead) : ahead_(ahead) {}
     inline void add(int64_t m, int64_t n_begin, int64_t n_end, int64_t k, const BFloat16* a, int64_t lda,
                     const float* b, BLayout layout, float* c, int64_t ldc, bool accumulate) {
-      const int64_t row_blocks = (m + 2 * kTileRows - 1) / (2 * kTileRows);
-      const int64_t blocks = row_blocks * ((n_end - n_begin + 31) / 32);
+      const int64_t row_blocks = steps(m, 1);
+      const int64_t blocks = steps(m, n_end - n_begin);
       jobs_[num_jobs_++] = {m,          n_begin,    n_end,  k / 2, reinterpret_cast<const float*>(a),
                             lda / 2,    b,          layout, c,     ldc,
                             accumulate, row_blocks, blocks};
@@ -177,12 +181,14 @@ struct AmxBf16 {
       } else {
         block<false, false>(job.words, a, job.lda, panel, stride, c, job.ldc, job.accumulate);
       }
+      ahead_->step();
       ++done_;
       if (++block_ == job.blocks) {
         block_ = 0;
         ++job_;
       }
     }
+    RowPrefetch* ahead_;
     Job jobs_[2];
     int64_t num_jobs_ = 0;
     int64_t job_ = 0;
