@@ -164,6 +164,7 @@ class Attachment:
             if only is None or module is only:
                 self._outer.remove((module, around))
                 remove_around(module, around)
+                self.lingering.is_off(module)
 
     # ---- around the outer forward
 
@@ -213,21 +214,27 @@ class Attachment:
         if scope.documents is not None:
             scope.ledger.packed.add(scope)
             armed = scope.documents.armed
+        are_arguments = self.enabled and self._are_arguments(scope.documents)
         if _torch_private.in_backward():
             check_repeat(module, armed)
+            if armed is not None and (are_arguments or noted is not None):
+                self._refuse_to_begin(module)
         if not torch.is_grad_enabled() and not _torch_private.in_func_transform():
             self._note(module, armed)
         if noted is None:
             return
         noted.__enter__()
-        if _torch_private.in_backward() and not (self.enabled and self._are_arguments(scope.documents)):
-            if armed is not None and all(entry.ran_outside() for entry in _lingering_on(module)):
-                raise RuntimeError(
-                    f"packed_sdpa: a forward of {type(module).__name__} that ran while it was not attached is "
-                    "recomputed in backward while it is; detach, or attach only after that backward"
-                )
+        if _torch_private.in_backward() and not are_arguments:
             # Raises when they are not those of the forward.
             documents_of_call((self.number,), self.lingering.first.began)
+
+    def _refuse_to_begin(self, module: nn.Module) -> None:
+        """In a backward, with documents: raises when the forward that is recomputed ran before the model was attached."""
+        if all(entry.ran_outside_all(module) for entry in _lingering_on(module)):
+            raise RuntimeError(
+                f"packed_sdpa: a forward of {type(module).__name__} that ran while it was not attached is "
+                "recomputed in backward while it is; detach, or attach only after that backward"
+            )
 
     def _note(self, module: nn.Module, documents: ArmedDocuments | None) -> None:
         note, everywhere = note_forward(module, documents)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ _NOTES_KEY = "packed_sdpa_forwards"
 _REPEATS_KEY = "packed_sdpa_repeats"
 _NOT, _MAYBE, _YES = range(3)  # whether a node precedes its region
 
+_MAX_PAST = 64  # attachments of a module that are remembered when they are gone
+
 _order = itertools.count()
 _recompute = torch.classes.packed_sdpa.Recompute()
 
@@ -33,6 +35,21 @@ class _Span(NamedTuple):
     order: int
     began: tuple[int, int]
     ended: tuple[int, int] | None
+
+
+# When the attachments of a module were on it that are off it now, the latest last.
+_past: weakref.WeakKeyDictionary[nn.Module, list[_Span]] = weakref.WeakKeyDictionary()
+
+
+def _merged(spans: Iterable[_Span]) -> list[_Span]:
+    """In their order; one where nothing ran between two."""
+    merged: list[_Span] = []
+    for span in sorted({span.order: span for span in spans}.values()):  # one may have been taken over more than once
+        if merged and merged[-1].ended == span.began:
+            merged[-1] = merged[-1]._replace(ended=span.ended)
+        else:
+            merged.append(span)
+    return merged
 
 
 class Lingering:
@@ -79,17 +96,14 @@ class Lingering:
 
     def take_over(self, earlier: Lingering) -> None:
         """Stands for an ended one too, which its owner then takes off the module: so they do not pile up."""
-        spans: list[_Span] = []
-        known = {span.order: span for span in (*earlier._spans, *self._spans)}  # it may be taken over more than once
-        for span in sorted(known.values()):
-            if spans and spans[-1].ended == span.began:  # nothing ran between them
-                spans[-1] = spans[-1]._replace(ended=span.ended)
-            else:
-                spans.append(span)
-        self._spans = spans
+        self._spans = _merged((*earlier._spans, *self._spans))
         for asker in list(earlier._askers):
             self.add(asker)
         self.stays |= earlier.stays
+
+    def is_off(self, module: nn.Module) -> None:
+        """It was taken off the module; until when it was on it is remembered: `ran_outside_all`."""
+        _past[module] = _merged((*_past.get(module, ()), *self._spans))[-_MAX_PAST:]
 
     def _watch(self, asker: Any) -> None:
         if self.has_ended and not self.stays:
@@ -110,24 +124,36 @@ class Lingering:
     def ran_outside(self) -> bool:
         """In a backward: the forward that is recomputed ran before it began, or after it ended. What began in a
         backward was begun by a region that is recomputed, whose node came before it."""
+        return self._is_outside(self._spans, self._is_of_its_region)
+
+    def ran_outside_all(self, module: nn.Module) -> bool:
+        """The same, and under none that is off the module now. A function that ran it under any would be marked."""
+        return self._is_outside(
+            [*_past.get(module, ()), *self._spans],
+            lambda thread, sequence, precedes: precedes != _NOT or _torch_private.in_recomputation_hook(),
+        )
+
+    def _is_outside(self, spans: list[_Span], is_of_its_region: Callable[[int, int, int], bool]) -> bool:
         if self._began_in_backward:
             return False
         nodes = _recompute.nodes(asked_by_a_marked_function())
-        answers = {self._is_outside(*nodes[at : at + 3]) for at in range(0, len(nodes), 3)}
+        answers = set()
+        for at in range(0, len(nodes), 3):
+            thread, sequence, precedes = nodes[at : at + 3]
+            ends_count = is_of_its_region(thread, sequence, precedes)
+            answers.add(
+                all(
+                    (thread == span.began[0] and sequence < span.began[1])
+                    or (ends_count and span.ended is not None and thread == span.ended[0] and sequence >= span.ended[1])
+                    for span in spans
+                )
+            )
         if len(answers) == 2:
             raise RuntimeError(
                 "packed_sdpa: cannot tell whether a forward that is recomputed in backward ran before or after the "
                 "model was detached; detach after backward"
             )
         return answers == {True}
-
-    def _is_outside(self, thread: int, sequence: int, precedes: int) -> bool:
-        ends_count = self._is_of_its_region(thread, sequence, precedes)
-        return all(
-            (thread == span.began[0] and sequence < span.began[1])
-            or (ends_count and span.ended is not None and thread == span.ended[0] and sequence >= span.ended[1])
-            for span in self._spans
-        )
 
     def _is_of_its_region(self, thread: int, sequence: int, precedes: int) -> bool:
         """The node was not made behind its region, by when that had ended under which its forward ran: it is marked, or

@@ -176,6 +176,48 @@ def test_a_whole_forward(route, before, then, is_reentrant):
         assert not hasattr(module, "_packed_sdpa_arounds")
 
 
+@pytest.mark.parametrize("earlier", [0, 1, 100])
+@pytest.mark.parametrize("is_reentrant", [True, False])
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_a_forward_before_an_attachment_that_reads_its_arguments(route, is_reentrant, earlier):
+    """Its recompute is given the documents that nobody read then. ``earlier`` attachments were off again by then."""
+    pytest.importorskip("transformers")
+    from hf_models import ARCHITECTURES, gradients, worst
+
+    model = ARCHITECTURES["llama"].make().train()
+    x = torch.randn(1, sum(LENGTHS), model.config.hidden_size, dtype=torch.float64).requires_grad_()
+    causal = torch.ones(sum(LENGTHS), sum(LENGTHS), dtype=torch.bool).tril()[None, None]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+
+    def forward(x):
+        return model(inputs_embeds=x, position_ids=positions, attention_mask=causal, use_cache=False).logits
+
+    def run():
+        return checkpoint(forward, x, use_reentrant=is_reentrant)
+
+    def attach():
+        return packed_sdpa.attach(model, route=route)
+
+    unpacked = gradients(model, forward(x))
+    with attach():
+        packed = gradients(model, forward(x))
+    assert worst(packed, unpacked) > 1e-3
+    for _ in range(earlier):
+        stock = run()
+        with attach():
+            under = run()
+    if earlier:
+        with attach():  # the documents are its arguments, so it may be recomputed under another attachment
+            assert worst(gradients(model, under), packed) < 1e-9
+    else:
+        stock = run()
+    with attach():
+        with pytest.raises(RuntimeError, match="ran while it was not attached is recomp|found other documents than"):
+            stock.square().sum().backward()
+    stock = run()
+    assert worst(gradients(model, stock), unpacked) < 1e-9
+
+
 @pytest.mark.parametrize("then", [None, lambda **_: ids_of(OTHER)])
 def test_what_a_recompute_after_detach_says(then):
     pytest.importorskip("transformers")
