@@ -229,7 +229,7 @@ class Attachment:
             documents_of_call((self.number,), self.lingering.first.began)
 
     def _refuse_to_begin(self, module: nn.Module) -> None:
-        """In a backward, with documents: raises when the forward that it recomputes ran before the model was attached."""
+        """In a backward, with documents: raises when the forward that is recomputed ran while nothing was attached."""
         if all(entry.ran_outside_all(module) for entry in _lingering_on(module)):
             raise RuntimeError(
                 f"packed_sdpa: a forward of {type(module).__name__} that ran while it was not attached is "
