@@ -66,6 +66,7 @@ class Handle:
             attachment.handles -= 1
             if attachment.handles == 0:
                 attachment.undo()
+                attachment.mask_audit.finish()
 
     def __enter__(self) -> Handle:
         return self
@@ -96,8 +97,9 @@ def attach(
         repeated), ``hooks`` (models that call ``scaled_dot_product_attention``), ``auto`` (the interface where there is
         one).
     documents: ``"auto"`` looks, in this order, at the keywords ``doc_ids``, ``_packed_seq_ids``, ``seq_idx``,
-        ``cu_seq_lens_q``, an indexed ``attention_mask`` (2-D, max > 1) and ``position_ids`` that restart; zeros of a
-        2-D ``attention_mask`` are padding. A callable gets the forward's arguments and returns doc_ids ``[B, S]``, a
+        ``cu_seq_lens_q``, an indexed ``attention_mask`` (2-D, max > 1) and ``position_ids`` that restart (are not one
+        further than the token before); offsets and positions, which cannot say that a document comes back, tell only
+        what the others, and ids armed by hand, leave open. Zeros of a 2-D ``attention_mask`` are padding. A callable gets the forward's arguments and returns doc_ids ``[B, S]``, a
         PackedLayout, or None (unpacked). None: only what :func:`packed_sdpa.arm` was given. A forward without documents
         runs as if the model were not attached.
     match: which modules are attention, for models whose names the hooks route does not know: a suffix of the qualified

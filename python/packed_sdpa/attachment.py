@@ -29,10 +29,11 @@ from packed_sdpa.documents import (
     OWN_KEYWORDS,
     SOURCE_KEYWORDS,
     Documents,
-    check_agreement,
     check_keywords,
     find_documents,
+    found_or_armed,
     is_indexed_mask,
+    padding_with_a_document,
     sources_on_host,
 )
 from packed_sdpa.forward_parameters import forward_parameters
@@ -96,7 +97,7 @@ class Attachment:
         self.handles = 0
         self.ledger = Ledger()
         self.number = new_attachment()
-        self._mask_audit = DenseMaskAudit(on_mask, self.ledger.warned)
+        self.mask_audit = self.ledger.mask_audit = DenseMaskAudit(on_mask, self.ledger.warned)
         self._undo: list[Callable[[], None]] = []
         self._outer: list[tuple[nn.Module, _AroundOuter]] = []
         self.lingering = Lingering()  # notes of packed forwards are what may ask for it
@@ -128,7 +129,7 @@ class Attachment:
                     self.ledger.records[module],
                     attachment=self.number,
                     window_size=window,
-                    audit=functools.partial(self._mask_audit, kinds=set()),
+                    audit=functools.partial(self.mask_audit, kinds=set()),
                 )
                 self._undo.append(hook)
             done = True
@@ -310,7 +311,7 @@ class Attachment:
             return ForwardScope(self.ledger, None, seen, self.on_mask, None), args, kwargs  # no values can be read
         dense_mask = None
         mask = arguments.get("attention_mask")
-        if is_indexed_mask(mask):
+        if documents is not None and is_indexed_mask(mask):
             args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
         elif documents is not None and self.found.interface and mask is not None:
             dense_mask = self._dense_mask(mask)
@@ -344,20 +345,21 @@ class Attachment:
                 return None, arguments
         if self.documents is not None:
             arguments, told = sources_on_host(arguments, told)
-        armed = None
+        armed = found = None
         if self.documents is None:
-            documents = armed = _documents_armed_here()
+            armed = _documents_armed_here()
         elif _torch_private.in_backward():  # a recompute: its arguments are those of its forward, what is armed is not
-            documents = find_documents(arguments, told)
-            if documents is None:
-                documents = armed = _documents_armed_here()
+            found = find_documents(arguments, told)
+            if found is None or found.boundaries_only:
+                armed = _documents_armed_here()
         else:
             armed = _documents_armed_here()
-            documents = find_documents(arguments, told, backend="auto" if armed is None else armed.backend)
-            if documents is None:
-                documents = armed
-            elif armed is not None:
-                check_agreement(documents, armed)
+            found = find_documents(arguments, told, backend="auto" if armed is None else armed.backend)
+        documents = found_or_armed(found, armed)
+        if documents is not None and documents is armed:
+            wrong = padding_with_a_document(arguments.get("attention_mask"), documents)
+            if wrong is not None:
+                raise_or_warn(self.on_mask, wrong, self.ledger.warned)
         if documents is not None:
             if self.found.encoder_decoder:
                 raise ValueError(

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.attachment import Attachment, attachment_of, why_no_call
-from packed_sdpa.documents import FOREIGN_KEYWORDS, OWN_KEYWORDS, SOURCE_KEYWORDS, Documents, find_documents
+from packed_sdpa.documents import (
+    FOREIGN_KEYWORDS,
+    OWN_KEYWORDS,
+    SOURCE_KEYWORDS,
+    Documents,
+    find_documents,
+    found_or_armed,
+)
 from packed_sdpa.forward_parameters import forward_parameters
 from packed_sdpa.model_survey import leaking_layers, looks_like_attention
 from packed_sdpa.tables import as_text
@@ -122,7 +129,7 @@ def _documents(model: nn.Module, batch: Mapping[str, Any], attachment: Attachmen
     if attachment is not None and callable(attachment.documents):
         told = attachment.documents(**arguments)
     look = attachment is None or attachment.documents is not None
-    documents = (find_documents(arguments, told) if look else None) or documents_armed_by_hand()
+    documents = found_or_armed(find_documents(arguments, told) if look else None, documents_armed_by_hand())
     if documents is None:
         raise ValueError(
             f"batch tells no documents: give {', '.join(SOURCE_KEYWORDS)} (position_ids that restart), or arm them; "

@@ -34,6 +34,7 @@ class Documents:
 
     armed: ArmedDocuments
     source: str  # the argument that told, for messages
+    boundaries_only: bool = False  # it cannot say that a document comes back
     _chunks: dict[int, Documents] = field(default_factory=dict, compare=False, repr=False)
 
     def in_chunks(self, size: int) -> Documents:
@@ -139,13 +140,14 @@ def find_documents(
             claims.append(claim)
     if not claims:
         return None
-    first = claims[0]
+    first = next((claim for claim in claims if not claim.boundaries_only), claims[0])
     ids = first.ids
-    if padding_mask is not None and padding_mask.shape == ids.shape:
-        ids = ids.masked_fill(~padding_mask, 0)
-    for other in claims[1:]:
-        _check_agreement(_Claim(first.name, ids, first.boundaries_only), other)
-    return from_doc_ids(ids, first.name, backend)
+    if padding_mask is not None:
+        ids = ids.masked_fill(~_fitting(arguments["attention_mask"], padding_mask, ids), 0)
+    for other in claims:
+        if other is not first:
+            _check_agreement(_Claim(first.name, ids, first.boundaries_only), other)
+    return Documents(ArmedDocuments(ids, backend), first.name, first.boundaries_only)
 
 
 def _batch_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -164,6 +166,37 @@ def _padding_mask(arguments: Mapping[str, Any], shape: tuple[int, int] | None) -
         return None
     real = mask.detach().cpu() != 0
     return real.expand(shape) if shape is not None and real.shape == (1, shape[1]) else real
+
+
+def _fitting(mask: Tensor, real: Tensor, ids: Tensor) -> Tensor:
+    """``real`` in the shape of the documents."""
+    if mask.is_floating_point() and mask.numel() > 0 and float(mask.min()) < 0:
+        raise TypeError(
+            f"attention_mask {list(mask.shape)} is additive (its smallest value is {float(mask.min()):g}); pass 1 for "
+            "real tokens and 0 for padding"
+        )
+    if real.shape not in (ids.shape, (1, ids.shape[1])):
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)} but the documents are of tokens [B, S] = {list(ids.shape)}; "
+            "give it one value per token of this batch, or none"
+        )
+    return real.expand(ids.shape)
+
+
+def padding_with_a_document(mask: Any, documents: Documents) -> str | None:
+    """What is wrong where a 2-D ``attention_mask`` of these tokens calls one padding that is in a document, which was
+    not told by the forward's arguments; else None."""
+    real = _padding_mask({"attention_mask": mask}, documents.shape)
+    if real is None or tuple(real.shape) != documents.shape:  # a cache's, too
+        return None
+    wrong = (~_fitting(mask, real, documents.doc_ids) & (documents.doc_ids != 0)).nonzero()
+    if not wrong.numel():
+        return None
+    row, column = wrong[0].tolist()
+    return (
+        f"attention_mask calls token {column} of row {row} padding, but {documents.source} has it in document "
+        f"{int(documents.doc_ids[row, column])}; give padding the id 0 there"
+    )
 
 
 def _host_ids(name: str, value: Any) -> Tensor:
@@ -367,9 +400,15 @@ def check_keywords(keywords: Mapping[str, Any], accepted: frozenset[str]) -> Non
             )
 
 
-def check_agreement(one: Documents, two: Documents) -> None:
-    """Raises ValueError, naming both sources, when they tell different documents."""
-    _check_agreement(_Claim(one.source, one.doc_ids), _Claim(two.source, two.doc_ids, boundaries_only=True))
+def found_or_armed(found: Documents | None, armed: Documents | None) -> Documents | None:
+    """Those that arguments tell; those armed by hand where they tell none, or only where documents begin.
+
+    Raises ValueError, naming both sources, when they tell different documents.
+    """
+    if found is None or armed is None:
+        return armed if found is None else found
+    _check_agreement(*(_Claim(each.source, each.doc_ids, each.boundaries_only) for each in (found, armed)))
+    return armed if found.boundaries_only else found
 
 
 def _check_agreement(first: _Claim, other: _Claim) -> None:

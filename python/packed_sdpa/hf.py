@@ -21,13 +21,13 @@ from packed_sdpa import _torch_private
 from packed_sdpa.armed import NEVER_HOOKED, ArmedDocuments, documents_of_call, keep_documents, keep_for_functions
 from packed_sdpa.arming import ARMED_BY_HAND, documents_armed_by_hand, refuse_documents_in_tracer
 from packed_sdpa.choice import choice_of
-from packed_sdpa.documents import Documents, from_doc_ids
+from packed_sdpa.documents import Documents, from_doc_ids, padding_with_a_document
 from packed_sdpa.functional import attention_on_tensors
 from packed_sdpa.guard import arounds_of
 from packed_sdpa.layout import LayoutTensors
 from packed_sdpa.mask_audit import (
+    MaskNotHonouredError,
     MaskRule,
-    dense_mask_visible,
     describe_pair,
     differing_pair,
     raise_or_warn,
@@ -176,9 +176,12 @@ def document_mask(
     if scope is None and isinstance(implementation(kwargs.get("config")), SwitchedImplementation):
         unattached = (stock(),)  # the config may be another model's too, for which nothing was armed
     rule, others = _read_mask_function(mask_function)
+    whole_documents = documents
     if rule.chunk_size:
         documents = documents.in_chunks(rule.chunk_size)
     _audit(masking, scope, documents, rule, others, mask_function, device, kwargs)
+    if scope is not None and scope.dense_mask is not None:
+        _audit_dense_mask(scope, scope.dense_mask.to(device), whole_documents, documents, rule)
     tensors = documents.layout.tensors(device)
     if scope is not None:
         scope.gave_masks = True
@@ -218,7 +221,11 @@ def _documents_outside_attach(mask_function: Callable, attention_mask: Tensor | 
         return None
     if not torch.is_grad_enabled():
         keep_for_functions(armed)
-    return Documents(armed, ARMED_BY_HAND)
+    documents = Documents(armed, ARMED_BY_HAND)
+    wrong = padding_with_a_document(attention_mask, documents)
+    if wrong is not None:
+        raise MaskNotHonouredError(wrong)
+    return documents
 
 
 def _audit(
@@ -237,12 +244,12 @@ def _audit(
     model = type(kwargs["config"]).__name__ if "config" in kwargs else "the model"
     if others and on_mask != "ignore":
 
-        def visible(begin: int, end: int) -> Tensor:
+        def visible(rows: slice) -> Tensor:
             return masking.sdpa_mask(
                 batch_size=documents.shape[0],
-                q_length=end - begin,
+                q_length=rows.stop - rows.start,
                 kv_length=documents.shape[1],
-                q_offset=begin,
+                q_offset=rows.start,
                 mask_function=function,
                 allow_is_causal_skip=False,
                 use_vmap=kwargs.get("use_vmap", False),
@@ -253,11 +260,21 @@ def _audit(
         if pair is not None:
             named = " and ".join(others)
             raise_or_warn(on_mask, f"{model} has {named}: {describe_pair(pair, rule)}", warned)
-    if scope is not None and scope.dense_mask is not None and on_mask != "ignore":
-        mask = scope.dense_mask.to(device)
-        pair = differing_pair(documents.doc_ids, rule, dense_mask_visible(mask, documents.shape[1]), device)
-        if pair is not None:
-            raise_or_warn(on_mask, f"attention_mask was given dense: {describe_pair(pair, rule)}", warned)
+
+
+def _audit_dense_mask(
+    scope: ForwardScope, mask: Tensor, documents: Documents, pieces: Documents, rule: MaskRule
+) -> None:
+    """The caller's own mask, which stock gives to every layer as it is."""
+    assert scope.ledger.mask_audit is not None
+    scope.ledger.mask_audit.look(
+        "attention_mask was given dense",
+        documents.armed,
+        rule,
+        mask,
+        pieces=None if pieces is documents else pieces.armed,
+        sampled_on_host=False,
+    )
 
 
 def _kind(function: Callable) -> str:

@@ -35,78 +35,133 @@ class MaskRule:
         return kind if self.window_size == (-1, -1) else f"{kind} with window_size={self.window_size}"
 
 
+Pair = tuple[int, int, int, bool]  # (b, i, j, seen by the model's mask)
+
+
 def differing_pair(
     doc_ids: Tensor,
     rule: MaskRule,
-    visible: Callable[[int, int], Tensor],
+    visible: Callable[[slice], Tensor],
     device: torch.device,
-    rows: list[tuple[int, int]] | None = None,
-) -> tuple[int, int, int, bool] | None:
+    rows: slice | None = None,
+    pieces: Tensor | None = None,
+) -> Pair | None:
     """First (b, i, j, seen by the model's mask) inside a document where mask and rule differ, or None.
 
-    doc_ids: ``[B, S]``. rows: which to look at, ``(begin, end)`` each; None all, in chunks.
-    visible: rows ``begin, end`` -> bool ``[B or 1, H or 1, end - begin, S]``, True where the model's mask lets see.
+    doc_ids: ``[B, S]``. rows: which to look at; None all, in chunks.
+    visible: n rows -> bool ``[B or 1, H or 1, n, S]``, True where the model's mask lets see.
+    pieces: ``[B, S]``, the parts of documents that see each other; None: whole documents.
     """
     ids = doc_ids.to(device)
+    pieces = None if pieces is None else pieces.to(device)
     batch, size = ids.shape
-    keys = torch.arange(size, device=device)
     step = max(1, _CHUNK_ELEMENTS // max(1, batch * size))
-    left, right = rule.window_size
-    for begin, end in rows or [(row, min(size, row + step)) for row in range(0, size, step)]:
-        queries = keys[begin:end, None]
-        want = torch.ones(end - begin, size, dtype=torch.bool, device=device)
-        if rule.is_causal:
-            want &= keys <= queries
-        if left >= 0:
-            want &= queries - keys <= left
-        if right >= 0 and not rule.is_causal:
-            want &= keys - queries <= right
-        inside = (ids[:, begin:end, None] == ids[:, None, :]) & (ids[:, begin:end, None] != 0)
-        seen = visible(begin, end)
-        differs = ((seen != want) & inside[:, None]).flatten(0, 1)
-        if bool(differs.any()):
-            flat, i, j = (int(x) for x in differs.nonzero()[0])
-            b, h = divmod(flat, seen.shape[1]) if seen.shape[0] > 1 else (flat // seen.shape[1], flat % seen.shape[1])
-            return b, begin + i, j, bool(seen[b if seen.shape[0] > 1 else 0, h, i, j])
+    parts = [slice(row, min(size, row + step), 1) for row in range(0, size, step)] if rows is None else [rows]
+    for part in parts:
+        found, shape = _compare(ids, rule, visible(part), part, pieces)
+        pair = _pair(found.tolist(), shape, part)
+        if pair is not None:
+            return pair
     return None
 
 
-def dense_mask_visible(mask: Tensor, size: int) -> Callable[[int, int], Tensor]:
-    """Rows of a dense mask ``[(B or 1, (H or 1,)) S or 1, S or 1]``: bool, or additive with 0 (see) and a large
-    negative (not).
+def _compare(
+    ids: Tensor, rule: MaskRule, seen: Tensor, rows: slice, pieces: Tensor | None = None
+) -> tuple[Tensor, torch.Size]:
+    """int64 ``[3]``: whether mask and rule differ, where first, and whether the mask lets see there; and the shape
+    ``[B, H, n, S]`` in which that place counts. pieces: as in :func:`differing_pair`. Reads nothing."""
+    keys = torch.arange(ids.shape[1], device=ids.device)
+    queries = keys[rows, None]
+    left, right = rule.window_size
+    want = torch.ones(queries.shape[0], ids.shape[1], dtype=torch.bool, device=ids.device)
+    if rule.is_causal:
+        want &= keys <= queries
+    if left >= 0:
+        want &= queries - keys <= left
+    if right >= 0 and not rule.is_causal:
+        want &= keys - queries <= right
+    if pieces is not None:
+        want = want & (pieces[:, None, rows, None] == pieces[:, None, None, :])
+    inside = (ids[:, rows, None] == ids[:, None, :]) & (ids[:, rows, None] != 0)
+    differs = (seen != want) & inside[:, None]
+    if differs.numel() == 0:
+        return torch.zeros(3, dtype=torch.int64, device=ids.device), differs.shape
+    place = differs.flatten().view(torch.uint8).argmax()
+    return torch.stack([differs.any().long(), place, seen.expand_as(differs).take(place).long()]), differs.shape
 
-    Raises :class:`MaskNotHonouredError` when an additive mask holds other values: it is a bias.
+
+def _pair(found: list[int], shape: torch.Size, rows: slice) -> Pair | None:
+    differs, place, seen = found
+    if not differs:
+        return None
+    _, heads, count, size = shape
+    row, j = divmod(place, size)
+    return row // count // heads, rows.start + row % count * rows.step, j, bool(seen)
+
+
+class DenseMask:
+    """A dense mask ``[(B or 1, (H or 1,)) S or 1, S or 1]``: bool, or additive with 0 (see) and a large negative (not).
+
+    Raises :class:`MaskNotHonouredError` for another shape, and for one that is learned, though it may still be zero.
     """
-    dense = mask if mask.dim() == 4 else mask.unsqueeze(1) if mask.dim() == 3 else mask[None, None]
-    if mask.dim() not in (2, 3, 4) or any(length not in (1, size) for length in dense.shape[-2:]):
-        raise MaskNotHonouredError(
-            f"attention_mask has shape {list(mask.shape)} but the documents are of {size} tokens; pass a mask of those "
-            "tokens, or none"
-        )
-    dense = dense.expand(-1, -1, size, size)  # a mask of keys alone has one row
 
-    def visible(begin: int, end: int) -> Tensor:
-        rows = dense[:, :, begin:end]
-        if rows.dtype == torch.bool:
-            return rows
-        if not rows.is_floating_point():
-            return rows != 0
-        shut = rows <= -1e4
-        if bool(((rows != 0) & ~shut).any()):
+    def __init__(self, mask: Tensor, size: int) -> None:
+        dense = mask if mask.dim() == 4 else mask.unsqueeze(1) if mask.dim() == 3 else mask[None, None]
+        if mask.dim() not in (2, 3, 4) or any(length not in (1, size) for length in dense.shape[-2:]):
             raise MaskNotHonouredError(
-                "attention_mask is additive and holds values other than 0 and minus infinity (a bias such as ALiBi or "
-                "T5's); the packed kernel takes no bias, so run this model without packing"
+                f"attention_mask has shape {list(mask.shape)} but the documents are of {size} tokens; pass a mask of "
+                "those tokens, or none"
             )
-        return ~shut
+        if mask.requires_grad:
+            raise MaskNotHonouredError(f"attention_mask requires a gradient, so it is a learned bias; {_TAKES_NO_BIAS}")
+        self._dense = dense.detach().expand(-1, -1, size, size)  # a mask of keys alone has one row
 
-    return visible
+    def visible(self, rows: slice) -> Tensor:
+        """Raises :class:`MaskNotHonouredError` when an additive mask holds other values: it is a bias."""
+        seen, has_bias = self.look(rows)
+        if has_bias is not None and bool(has_bias):
+            raise MaskNotHonouredError(HAS_BIAS)
+        return seen
+
+    def look(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """What :meth:`visible` returns, and whether there are other values (None: there cannot be). Reads nothing."""
+        part = self._dense[:, :, rows]
+        if part.dtype == torch.bool:
+            return part, None
+        if not part.is_floating_point():
+            return part != 0, None
+        shut = part <= -1e4
+        return ~shut, ((part != 0) & ~shut).any()
+
+
+class _Late:
+    """What a look at a mask of a CUDA device found, on its way to the host."""
+
+    def __init__(self, found: Tensor, tell: Callable[[list[int]], None]) -> None:
+        self._found = found.to("cpu", non_blocking=True)  # page-locked, so nothing waits for it
+        self._event = recorded_event(found.device)
+        self._tell = tell
+
+    def has_arrived(self) -> bool:
+        return self._event.query()
+
+    def tell(self) -> None:
+        self._event.synchronize()
+        self._tell(self._found.tolist())
+
+
+def recorded_event(device: torch.device) -> torch.cuda.Event:
+    """Comes to pass when what the device was given by now is done."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class DenseMaskAudit:
-    """Looks at the masks of hooked attention calls: all rows of a kind of mask when first seen, later a sample.
+    """Looks at dense masks: all rows of a kind of mask when first seen, later a sample.
 
-    A call with no mask and ``is_causal=False`` is not a decoder's: the reason to pass it through is returned.
-    ``kinds``: those that one module has shown; what one layer means by its masks says nothing of another's.
+    ``kinds``: those that one module has shown; what one layer means by its masks says nothing of another's. What a
+    sample on a CUDA device shows is told by a later look, or by :meth:`finish`: no forward waits for it.
     """
 
     def __init__(self, on_mask: str, warned: set[str]) -> None:
@@ -118,6 +173,7 @@ class DenseMaskAudit:
         self._latest_owner: weakref.ref[Tensor] | None = None
         self._latest: tuple = ()
         self._latest_was_whole = False
+        self._late: list[_Late] = []
 
     def __call__(
         self,
@@ -127,44 +183,122 @@ class DenseMaskAudit:
         is_causal: bool,
         kinds: set[tuple] | None = None,
     ) -> str | None:
+        """Of a hooked call. One with no mask and ``is_causal=False`` is not a decoder's: the reason to pass it through
+        is returned."""
         if mask is None:
             return None if is_causal or documents.rows == 1 else NOT_CAUSAL_CALL
+        self.look("attn_mask", documents, MaskRule(True, window_size), mask, kinds)
+        return None
+
+    def look(
+        self,
+        name: str,
+        documents: ArmedDocuments,
+        rule: MaskRule,
+        mask: Tensor,
+        kinds: set[tuple] | None = None,
+        pieces: ArmedDocuments | None = None,
+        sampled_on_host: bool = True,
+    ) -> None:
+        """``name``: of the mask, in what is said of it. pieces: the documents cut by the rule's chunk_size.
+        sampled_on_host: else all rows of each mask of the host."""
         if self._on_mask == "ignore":
-            return None
+            return
+        self._tell_what_arrived()
         owner = mask if mask._base is None else mask._base
         place = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype)
         # A tensor made in inference mode counts no changes, so it is looked at again each time.
-        this = () if mask.is_inference() else (place, mask._version, documents.id, window_size)
+        this = () if mask.is_inference() else (place, mask._version, documents.id, rule)
         kinds = self._kinds if kinds is None else kinds
-        kind = (mask.dtype, mask.device, mask.dim(), window_size)
+        kind = (mask.dtype, mask.device, mask.dim(), rule)
         if this and this == self._latest and self._latest_owner is not None and self._latest_owner() is owner:
             if self._latest_was_whole:
                 kinds.add(kind)
-            return None
-        rule = MaskRule(True, window_size)
-        ids, rows = documents.doc_ids, None if kind not in kinds else _sample(documents.rows)
+            if kind in kinds:
+                return
+        is_late = kind in kinds and mask.device.type == "cuda"
+        is_sampled = is_late or (kind in kinds and sampled_on_host)
+        rows = _sample(documents.rows, max(mask.numel(), documents.doc_ids.numel())) if is_sampled else None
+        pair = None
         try:
-            visible = dense_mask_visible(mask, documents.rows)
-            pair = differing_pair(ids, rule, visible, mask.device, rows)
+            dense = DenseMask(mask, documents.rows)
+            if is_late:
+                assert rows is not None
+                self._look_late(name, documents, rule, dense, rows, mask.device, pieces)
+            else:
+                cut = None if pieces is None else pieces.doc_ids
+                pair = differing_pair(documents.doc_ids, rule, dense.visible, mask.device, rows, cut)
         except MaskNotHonouredError as error:
             raise_or_warn(self._on_mask, str(error), self._warned)
-            return None
+            return
         if pair is not None:
-            raise_or_warn(self._on_mask, f"attn_mask: {describe_pair(pair, rule)}", self._warned)
+            raise_or_warn(self._on_mask, f"{name}: {describe_pair(pair, rule)}", self._warned)
         kinds.add(kind)
         self._latest, self._latest_owner, self._latest_was_whole = this, weakref.ref(owner), rows is None
-        return None
+
+    def finish(self) -> None:
+        """Waits for what samples found, and warns of it."""
+        late, self._late = self._late, []
+        self._on_mask, on_mask = "warn", self._on_mask
+        try:
+            for entry in late:
+                entry.tell()
+        finally:
+            self._on_mask = on_mask
+
+    def _look_late(
+        self,
+        name: str,
+        documents: ArmedDocuments,
+        rule: MaskRule,
+        dense: DenseMask,
+        rows: slice,
+        device: torch.device,
+        pieces: ArmedDocuments | None,
+    ) -> None:
+        if len(self._late) >= _MAX_LATE:
+            return
+
+        def sent(of: ArmedDocuments) -> Tensor:
+            return of.doc_ids.pin_memory().to(device, non_blocking=True)
+
+        seen, has_bias = dense.look(rows)
+        found, shape = _compare(sent(documents), rule, seen, rows, None if pieces is None else sent(pieces))
+        if has_bias is not None:
+            found = torch.cat([found, has_bias.long()[None]])
+
+        def tell(values: list[int]) -> None:
+            pair = _pair(values[:3], shape, rows)
+            if any(values[3:]):
+                raise_or_warn(self._on_mask, f"{OF_EARLIER}: {HAS_BIAS}", self._warned)
+            elif pair is not None:
+                raise_or_warn(self._on_mask, f"{OF_EARLIER}: {name}: {describe_pair(pair, rule)}", self._warned)
+
+        self._late.append(_Late(found, tell))
+
+    def _tell_what_arrived(self) -> None:
+        while self._late and self._late[0].has_arrived():
+            self._late.pop(0).tell()
 
 
 NOT_CAUSAL_CALL = "the call is not causal: is_causal=False and no mask"
+_TAKES_NO_BIAS = "the packed kernel takes no bias, so run this model without packing"
+HAS_BIAS = (
+    "attention_mask is additive and holds values other than 0 and minus infinity (a bias such as ALiBi or T5's); "
+    f"{_TAKES_NO_BIAS}"
+)
+OF_EARLIER = "in an earlier forward"
 _SAMPLED_ROWS = 16
+_MAX_SAMPLED_PAIRS = 1 << 24  # unless one row alone is more
+_MAX_LATE = 16  # looks under way; while there are as many no others are begun
 
 
-def _sample(size: int) -> list[tuple[int, int]]:
-    """Rows ``(begin, end)`` spread over a mask, other ones each time."""
-    step = max(1, size // _SAMPLED_ROWS)
+def _sample(size: int, pairs: int) -> slice:
+    """Rows spread over a mask of so many pairs, other ones each time."""
+    rows = min(_SAMPLED_ROWS, max(1, size * _MAX_SAMPLED_PAIRS // max(1, pairs)))
+    step = max(1, size // rows)
     first = int(torch.randint(step, (1,), generator=_GENERATOR, device="cpu"))
-    return [(row, row + 1) for row in range(first, size, step)]
+    return slice(first, size, step)
 
 
 _GENERATOR = torch.Generator("cpu")  # not the default one: an audit draws no random number of the training

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from packed_sdpa import _torch_private
 from packed_sdpa.documents import Documents
 from packed_sdpa.interception import check_greenlet, current_greenlet
+from packed_sdpa.mask_audit import DenseMaskAudit
 from packed_sdpa.records import ModuleRecord
 
 NOTES_FORWARDS = "packed_sdpa notes which forward runs"
@@ -21,6 +22,7 @@ class Ledger:
     def __init__(self) -> None:
         self.records: weakref.WeakKeyDictionary[nn.Module, ModuleRecord] = weakref.WeakKeyDictionary()
         self.warned: set[str] = set()
+        self.mask_audit: DenseMaskAudit | None = None
         self.layouts_built = 0
         self.packed: set[ForwardScope] = set()  # running forwards with documents, of all threads
 

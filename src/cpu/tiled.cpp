@@ -197,10 +197,25 @@ void TiledBackward::note_turns(std::vector<ItemNote>& notes) const {
   }
 }
 
+namespace {
+
+// Stacked rows of an item, at least, that many threads may ask for.
+constexpr int64_t kFinestRows = 256;
+
+}  // namespace
+
 void run_tiled_forward(const ForwardParams& params, Executor& executor, int64_t rows_per_item,
                        size_t (*scratch_bytes)(const TiledForward& call), RunItem run_item) {
   const int64_t group = params.shape.num_heads / params.shape.num_kv_heads;
-  TiledForward call(params, std::max<int64_t>(1, rows_per_item / group));
+  std::vector<Document> documents = read_documents(params);
+  const auto queries = [&] { return std::max<int64_t>(1, rows_per_item / group); };
+  const int threads = executor.num_threads();
+  // With a window, tiles of keys begin where the item's rows do, so the cut would show in the bits.
+  while (threads > 1 && params.window_left < 0 && rows_per_item > kFinestRows &&
+         blocks_are_too_coarse(documents, SplitBy::kQueries, params.shape.num_kv_heads, queries(), threads)) {
+    rows_per_item /= 2;
+  }
+  TiledForward call(params, std::move(documents), queries());
   run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), run_item, &call);
 }
 
@@ -246,8 +261,8 @@ void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_
                         size_t (*scratch_bytes)(const TiledBackward& call), RunItem run_item) {
   std::vector<Document> documents = read_documents(params);
   const int threads = executor.num_threads();  // one alone leaves nobody waiting
-  const bool finer =
-      threads > 1 && key_blocks_are_too_coarse(documents, params.shape.num_kv_heads, keys_per_item, threads);
+  const bool finer = threads > 1 && blocks_are_too_coarse(documents, SplitBy::kKeys,
+                                                          params.shape.num_kv_heads, keys_per_item, threads);
   if (finer) {
     keys_per_item = kKeysPerTerm;
     if (!own_sums) {  // else the first block of keys meets them, and the turns of all others wait for it

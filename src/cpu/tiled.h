@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "cpu/documents.h"
@@ -64,8 +65,8 @@ struct TiledCall {
 };
 
 struct TiledForward : TiledCall {
-  TiledForward(const ForwardParams& params_in, int64_t queries_per_item)
-      : TiledCall(params_in, read_documents(params_in), SplitBy::kQueries, queries_per_item),
+  TiledForward(const ForwardParams& params_in, std::vector<Document> documents_in, int64_t queries_per_item)
+      : TiledCall(params_in, std::move(documents_in), SplitBy::kQueries, queries_per_item),
         params(params_in) {}
   const ForwardParams& params;
 };
@@ -150,8 +151,8 @@ struct TiledBackward : TiledCall {
   std::vector<std::unique_ptr<GradQuerySum>> sums_;
 };
 
-// A call, given the kernel's sizes and what it does for one item. These own the plan, so that none of its
-// containers is built or destroyed in code of a target region.
+// A call, given the kernel's sizes (of forward items the largest) and what it does for one item. These own
+// the plan, so that none of its containers is built or destroyed in code of a target region.
 using RunItem = void (*)(void* context, int64_t item, Scratch& scratch);
 void run_tiled_forward(const ForwardParams& params, Executor& executor, int64_t rows_per_item,
                        size_t (*scratch_bytes)(const TiledForward& call), RunItem run_item);

@@ -38,31 +38,38 @@ void run_body(void* context, int /*thread*/) {
   }
 }
 
-// Pairs of a query and a key of the block of keys from `first` on, of one head.
-int64_t pairs_of_key_block(const Document& document, int64_t first, int64_t block_keys) {
-  const int64_t count = std::min(block_keys, document.num_keys - first);
-  return count * (document.first_query_past(first + count - 1) - document.first_query_reaching(first));
+int64_t size_of(const Document& document, SplitBy split_by) {
+  return split_by == SplitBy::kQueries ? document.num_queries : document.num_keys;
+}
+
+// Pairs of a query and a key of the block from `first` on, of one head.
+int64_t pairs_of_block(const Document& document, SplitBy split_by, int64_t first, int64_t block_size) {
+  const int64_t count = std::min(block_size, size_of(document, split_by) - first);
+  const int64_t last = first + count - 1;
+  if (split_by == SplitBy::kQueries) {
+    return count * (document.visible_keys(last).end - document.visible_keys(first).begin);
+  }
+  return count * (document.first_query_past(last) - document.first_query_reaching(first));
 }
 
 }  // namespace
 
 std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, int64_t num_kv_heads,
                                       SplitBy split_by, int64_t block_size) {
-  const auto size_of = [split_by](const Document& document) {
-    return split_by == SplitBy::kQueries ? document.num_queries : document.num_keys;
-  };
   const int32_t num_documents = static_cast<int32_t>(documents.size());
   std::vector<int32_t> long_documents;
   for (int32_t d = 0; d < num_documents; ++d) {
-    if (size_of(documents[static_cast<size_t>(d)]) > block_size) long_documents.push_back(d);
+    if (size_of(documents[static_cast<size_t>(d)], split_by) > block_size) long_documents.push_back(d);
   }
   std::stable_sort(long_documents.begin(), long_documents.end(), [&](int32_t a, int32_t b) {
-    return size_of(documents[static_cast<size_t>(a)]) > size_of(documents[static_cast<size_t>(b)]);
+    return size_of(documents[static_cast<size_t>(a)], split_by) >
+           size_of(documents[static_cast<size_t>(b)], split_by);
   });
 
   std::vector<WorkItem> items;
   for (const int32_t d : long_documents) {
-    const int64_t blocks = (size_of(documents[static_cast<size_t>(d)]) + block_size - 1) / block_size;
+    const int64_t blocks =
+        (size_of(documents[static_cast<size_t>(d)], split_by) + block_size - 1) / block_size;
     const int32_t num_blocks = static_cast<int32_t>(blocks);
     if (split_by == SplitBy::kQueries) {
       // Causal: late blocks see the most keys, so they come first.
@@ -79,14 +86,14 @@ std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, in
   }
   const int64_t run_size = std::max<int64_t>(1, block_size / num_kv_heads);
   for (int32_t first = 0; first < num_documents;) {
-    int64_t size = std::max<int64_t>(1, size_of(documents[static_cast<size_t>(first)]));
+    int64_t size = std::max<int64_t>(1, size_of(documents[static_cast<size_t>(first)], split_by));
     if (size > block_size) {
       ++first;
       continue;
     }
     int32_t last = first + 1;
     while (last < num_documents) {
-      const int64_t next = std::max<int64_t>(1, size_of(documents[static_cast<size_t>(last)]));
+      const int64_t next = std::max<int64_t>(1, size_of(documents[static_cast<size_t>(last)], split_by));
       if (size + next > run_size) break;
       size += next;
       ++last;
@@ -100,13 +107,13 @@ std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, in
   return items;
 }
 
-bool key_blocks_are_too_coarse(const std::vector<Document>& documents, int64_t num_kv_heads,
-                               int64_t block_keys, int num_threads) {
+bool blocks_are_too_coarse(const std::vector<Document>& documents, SplitBy split_by, int64_t num_kv_heads,
+                           int64_t block_size, int num_threads) {
   int64_t heaviest = 0;  // in pairs of a query and a key, of one head
   int64_t total = 0;
   for (const Document& document : documents) {
-    for (int64_t first = 0; first < document.num_keys; first += block_keys) {
-      const int64_t pairs = pairs_of_key_block(document, first, block_keys);
+    for (int64_t first = 0; first < size_of(document, split_by); first += block_size) {
+      const int64_t pairs = pairs_of_block(document, split_by, first, block_size);
       heaviest = std::max(heaviest, pairs);
       total += pairs;
     }
@@ -121,7 +128,8 @@ std::vector<WorkItem> spread_key_blocks(const std::vector<WorkItem>& items,
     return documents[static_cast<size_t>(item.first_document)];
   };
   const auto weight = [&](size_t item) {
-    return pairs_of_key_block(document_of(items[item]), items[item].block * block_keys, block_keys);
+    return pairs_of_block(document_of(items[item]), SplitBy::kKeys, items[item].block * block_keys,
+                          block_keys);
   };
   const auto is_block = [&](const WorkItem& item) { return document_of(item).num_keys > block_keys; };
 

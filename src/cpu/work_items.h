@@ -40,10 +40,10 @@ enum class SplitBy : int8_t { kQueries, kKeys };
 std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, int64_t num_kv_heads,
                                       SplitBy split_by, int64_t block_size);
 
-// Whether, with blocks of so many keys, the heaviest item could keep one of the threads busy for more than a
-// quarter of a thread's share after the others are done.
-bool key_blocks_are_too_coarse(const std::vector<Document>& documents, int64_t num_kv_heads,
-                               int64_t block_keys, int num_threads);
+// Whether, with blocks of so many queries or keys, the heaviest item could keep one of the threads busy for
+// more than a quarter of a thread's share after the others are done.
+bool blocks_are_too_coarse(const std::vector<Document>& documents, SplitBy split_by, int64_t num_kv_heads,
+                           int64_t block_size, int num_threads);
 
 // For many threads: the blocks of keys of max_open heads (of one document or several) in the order of their
 // weight, not head by head, so that neighbours of one head are not taken together, each to wait for the turns

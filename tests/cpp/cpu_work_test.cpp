@@ -87,7 +87,7 @@ TEST(WorkItemsTest, EveryBlockOnceAndKeyBlocksInOrder) {
 TEST(WorkItemsTest, KeyBlocksAreTooCoarseForManyThreads) {
   const std::vector<Document> eight = documents_of(std::vector<int64_t>(8, 700));  // of one block of 512 each
   const auto too_coarse = [](const std::vector<Document>& documents, int64_t heads, int threads) {
-    return key_blocks_are_too_coarse(documents, heads, 512, threads);
+    return blocks_are_too_coarse(documents, SplitBy::kKeys, heads, 512, threads);
   };
   EXPECT_FALSE(too_coarse(eight, 2, 1));
   EXPECT_FALSE(too_coarse(eight, 2, 4));  // 8 (512 * 700 + 188 * 188) * 2 heads / (4 * 512 * 700) = 4.4
@@ -98,6 +98,22 @@ TEST(WorkItemsTest, KeyBlocksAreTooCoarseForManyThreads) {
   std::vector<Document> windows = eight;
   for (Document& document : windows) document.window_left = 100;
   EXPECT_FALSE(too_coarse(windows, 2, 4));  // 8 (512 * 612 + 188 * 188) * 2 heads / (4 * 512 * 612) = 4.5
+  EXPECT_TRUE(too_coarse(windows, 2, 5));
+}
+
+TEST(WorkItemsTest, QueryBlocksAreTooCoarseForManyThreads) {
+  const std::vector<Document> eight = documents_of(std::vector<int64_t>(8, 700));
+  const auto too_coarse = [](const std::vector<Document>& documents, int64_t heads, int threads) {
+    return blocks_are_too_coarse(documents, SplitBy::kQueries, heads, 512, threads);
+  };
+  EXPECT_FALSE(too_coarse(eight, 2, 1));
+  EXPECT_FALSE(too_coarse(eight, 2, 4));  // 8 (512 * 512 + 188 * 700) * 2 heads / (4 * 512 * 512) = 6.008
+  EXPECT_FALSE(too_coarse(eight, 2, 6));
+  EXPECT_TRUE(too_coarse(eight, 2, 7));
+  EXPECT_FALSE(too_coarse(documents_of({}), 2, 64));
+  std::vector<Document> windows = eight;
+  for (Document& document : windows) document.window_left = 100;
+  EXPECT_FALSE(too_coarse(windows, 2, 4));  // 8 (512 * 512 + 188 * 288) * 2 heads / (4 * 512 * 512) = 4.8
   EXPECT_TRUE(too_coarse(windows, 2, 5));
 }
 

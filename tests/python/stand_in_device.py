@@ -92,7 +92,7 @@ class Waits(TorchDispatchMode):
         to_host = wanted is not None and torch.device(wanted).type == "cpu"
         if given and (function in READS or (function is aten.index.Tensor and _has_bool(args[1]))):
             self.seen.append(str(function))
-        if given and to_host:
+        if given and to_host and not kwargs.get("non_blocking", False):  # else its memory is page-locked
             self.seen.append(f"{function} to the host")
         if function is aten._to_copy.default and to_device and not given:
             self._sent(args[0], kwargs.get("non_blocking", False), str(function))

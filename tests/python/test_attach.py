@@ -302,6 +302,82 @@ def test_armed_and_found_documents_must_agree(llama, batch):
         packed_sdpa.disarm()
 
 
+# Of five tokens. Positions say where documents begin; what is armed says which they are, and what is padding.
+ARMED_AND_POSITIONS = [
+    ([1, 1, 2, 1, 1], [0, 1, 0, 2, 3]),
+    ([1, 1, 0, 1, 2], [0, 1, 2, 3, 0]),
+    ([1, 2, 1, 2, 2], [0, 0, 1, 1, 2]),
+]
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+@pytest.mark.parametrize("armed,positions", ARMED_AND_POSITIONS)
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_armed_documents_beside_positions(llama, route, armed, positions, checkpointing):
+    """Also in a recompute of the whole forward, when they are armed no more."""
+    tokens = packed_batch(lengths=(5,))["input_ids"]
+    position_ids = torch.tensor([positions])
+
+    def forward(weight):
+        return llama(input_ids=tokens, position_ids=position_ids, use_cache=False).logits * weight
+
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    expected = torch.zeros_like(forward(weight).detach())
+    real = [i for i, document in enumerate(armed) if document]
+    for document in set(armed) - {0}:
+        rows = [i for i in real if armed[i] == document]
+        alone = llama(input_ids=tokens[:, rows], position_ids=position_ids[:, rows], use_cache=False).logits
+        expected[:, rows] = alone.detach()
+    with packed_sdpa.attach(llama, strict=True, route=route):
+        packed_sdpa.arm(torch.tensor([armed]))
+        logits = forward(weight) if checkpointing is None else checkpoint(forward, weight, use_reentrant=checkpointing)
+        right = gradients(llama, forward(weight)[:, real])
+        packed_sdpa.disarm()
+        assert difference(logits[:, real], expected[:, real]) < 1e-6
+        assert worst(gradients(llama, logits[:, real]), right) < EXACT
+
+
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_armed_documents_beside_a_padding_mask(llama, batch, route):
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 0] = 0
+    ids = doc_ids()
+    try:
+        for on_mask in ("error", "warn", "ignore"):
+            with packed_sdpa.attach(llama, documents=None, route=route, on_mask=on_mask):
+                packed_sdpa.arm(ids)
+                right = llama(input_ids=batch["input_ids"]).logits
+                if on_mask == "error":
+                    with pytest.raises(
+                        packed_sdpa.MaskNotHonouredError, match="calls token 0 of row 0 padding, but the"
+                    ):
+                        llama(input_ids=batch["input_ids"], attention_mask=mask)
+                    packed_sdpa.arm(ids.masked_fill(mask == 0, 0))
+                    llama(input_ids=batch["input_ids"], attention_mask=mask)
+                elif on_mask == "warn":
+                    with pytest.warns(UserWarning, match="calls token 0 of row 0 padding"):
+                        llama(input_ids=batch["input_ids"], attention_mask=mask)
+                else:
+                    found = llama(input_ids=batch["input_ids"], attention_mask=mask).logits
+                    assert route == "hooks" or torch.equal(found, right)
+        llama.set_attn_implementation("packed_sdpa")
+        packed_sdpa.arm(ids)
+        with pytest.raises(packed_sdpa.MaskNotHonouredError, match="calls token 0 of row 0 padding, but the armed"):
+            llama(input_ids=batch["input_ids"], attention_mask=mask)
+    finally:
+        packed_sdpa.disarm()
+
+
+@pytest.mark.parametrize("documents", [None, lambda *_, **__: None])
+def test_an_indexed_mask_that_tells_nothing_goes_on_as_it_is(llama, batch, documents):
+    mask = doc_ids().clone()
+    mask[0, :3] = 0
+    stock = llama(input_ids=batch["input_ids"], attention_mask=mask).logits
+    assert not torch.equal(stock, llama(input_ids=batch["input_ids"]).logits)
+    with packed_sdpa.attach(llama, documents=documents):
+        assert torch.equal(llama(input_ids=batch["input_ids"], attention_mask=mask).logits, stock)
+
+
 @pytest.mark.parametrize(
     ("ids", "error"),
     [

@@ -623,6 +623,35 @@ def test_masks_of_another_size():
             audit(documents, (-1, -1), torch.ones(shape, dtype=torch.bool), False)
 
 
+def test_a_learned_bias_that_is_still_zero():
+    audit = mask_audit.DenseMaskAudit("error", set())
+    documents = ArmedDocuments(torch.tensor([[1, 1, 2]]))
+    bias = torch.zeros(1, 1, 3, 3).masked_fill(~torch.ones(3, 3, dtype=torch.bool).tril(), float("-inf"))
+    audit(documents, (-1, -1), bias, False)
+    learned = bias + torch.zeros(3, 3, requires_grad=True)
+    with pytest.raises(
+        packed_sdpa.MaskNotHonouredError, match="attention_mask requires a gradient, so it is a learned"
+    ):
+        audit(documents, (-1, -1), learned, False)
+
+
+def test_each_module_s_first_mask_is_looked_at_whole():
+    """Though another module has only sampled it just now."""
+    audit = mask_audit.DenseMaskAudit("error", set())
+    size = 400
+    documents = ArmedDocuments(torch.ones(1, size, dtype=torch.long))
+    causal = torch.ones(size, size, dtype=torch.bool).tril()
+    first, second = set(), set()
+    audit(documents, (-1, -1), causal, False, kinds=first)
+    odd = causal.clone()
+    odd[141, 142] = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mask_audit, "_sample", lambda size, _: slice(0, size, 20))
+        audit(documents, (-1, -1), odd, False, kinds=first)  # which the sample leaves out
+    with pytest.raises(packed_sdpa.MaskNotHonouredError, match="lets row 141 see row 142"):
+        audit(documents, (-1, -1), odd, False, kinds=second)
+
+
 def test_a_mask_in_reused_memory_is_looked_at_again():
     """Same address, version, shape and documents, but another mask."""
     memory = bytearray(torch.ones(6, 6, dtype=torch.bool).tril().flatten().tolist())

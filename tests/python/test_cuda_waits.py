@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import packed_sdpa
 from aten_stand_ins import stand_ins
 from oracle import check_against_oracle, random_inputs, with_gradients
-from packed_sdpa import GraphLayout, LayoutTensors, PackedLayout, graph_layout, packages, packed
+from packed_sdpa import GraphLayout, LayoutTensors, PackedLayout, graph_layout, mask_audit, packages, packed
 from packed_sdpa._library import ops
 from packed_sdpa.armed import ArmedDocuments
 from packed_sdpa.documents import find_documents
@@ -378,3 +378,105 @@ def test_packages_wait_for_nothing(device, name, make, monkeypatch):
     lengths = [count for row in ids for count in row[row != 0].unique(return_counts=True)[1].tolist()]
     assert sorted(rows.cu_seqlens_q.held.diff().tolist()) == sorted(lengths)
     assert rows.max_seqlen_q == rows.max_seqlen_k == max(lengths)
+
+
+# --- masks of a hooked model ---------------------------------------------------------------------------------------
+
+
+class Event:
+    """Of a device that has done nothing yet."""
+
+    has_passed = False
+    waited_for = 0
+
+    def __init__(self, device):
+        assert device == DEVICE
+
+    def query(self):
+        return type(self).has_passed
+
+    def synchronize(self):
+        type(self).waited_for += 1
+
+
+@pytest.fixture
+def event(monkeypatch):
+    class ThisEvent(Event):
+        pass
+
+    monkeypatch.setattr(mask_audit, "recorded_event", ThisEvent)
+    return ThisEvent
+
+
+AUDITED = ArmedDocuments(torch.tensor([[1] * 40 + [2] * 20]))
+KINDS_OF_MASK = {
+    "bool": lambda seen: seen,
+    "additive": lambda seen: torch.zeros(seen.shape).masked_fill(~seen, float("-inf")),
+}
+
+
+def dense(kind, change=None):
+    seen = torch.ones(1, 1, 60, 60, dtype=torch.bool).tril()
+    if change == "prefix":
+        seen[..., :40, :40] = True
+    mask = KINDS_OF_MASK[kind](seen)
+    if change == "bias":
+        mask -= torch.arange(60) / 10
+    return OnDevice(mask)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MASK)
+def test_a_mask_that_was_seen_before_is_not_waited_for(device, event, kind):
+    audit = mask_audit.DenseMaskAudit("error", set())
+    audit(AUDITED, (-1, -1), dense(kind), False)
+    assert device.take(), "all of it, once"
+    for _ in range(100):  # more looks than are ever under way
+        audit(AUDITED, (-1, -1), dense(kind), False)
+    event.has_passed = True
+    for _ in range(100):
+        audit(AUDITED, (-1, -1), dense(kind), False)
+    audit.finish()
+    assert device.take() == []
+
+
+@pytest.mark.parametrize(
+    "kind,change,message",
+    [
+        (
+            "bool",
+            "prefix",
+            r"attn_mask: the model's mask lets row \d+ see row \d+ of the same document \(batch row 0\)",
+        ),
+        ("additive", "prefix", r"attn_mask: the model's mask lets row"),
+        ("additive", "bias", "attention_mask is additive and holds values other than 0"),
+    ],
+)
+@pytest.mark.parametrize("on_mask", mask_audit.ON_MASK)
+def test_a_mask_that_changes_is_told_of_late(device, event, kind, change, message, on_mask):
+    warned = set()
+    audit = mask_audit.DenseMaskAudit(on_mask, warned)
+    audit(AUDITED, (-1, -1), dense(kind), False)
+    device.take()
+    audit(AUDITED, (-1, -1), dense(kind, change), False)
+    audit(AUDITED, (-1, -1), dense(kind), False)
+    event.has_passed = True
+    message = f"in an earlier forward: {message}"
+    told = {
+        "error": pytest.raises(packed_sdpa.MaskNotHonouredError, match=f"^{message}"),
+        "warn": pytest.warns(UserWarning, match=f"^packed_sdpa: {message}"),
+        "ignore": contextlib.nullcontext(),
+    }
+    with told[on_mask]:
+        audit(AUDITED, (-1, -1), dense(kind), False)
+    assert device.take() == [] and event.waited_for == (on_mask != "ignore") * 1
+    audit(AUDITED, (-1, -1), dense(kind), False)
+
+
+def test_what_is_under_way_is_told_at_the_end(device, event):
+    """As a warning, since nothing is left to be stopped."""
+    audit = mask_audit.DenseMaskAudit("error", set())
+    for change in (None, "prefix", None):
+        audit(AUDITED, (-1, -1), dense("bool", change), False)
+    with pytest.warns(UserWarning, match="in an earlier forward: attn_mask: the model's mask lets row"):
+        audit.finish()
+    audit.finish()

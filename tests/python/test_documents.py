@@ -7,7 +7,7 @@ import torch
 
 import packed_sdpa
 from packed_sdpa import PackedLayout
-from packed_sdpa.documents import check_agreement, find_documents, from_doc_ids
+from packed_sdpa.documents import find_documents, found_or_armed, from_doc_ids
 
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
 
@@ -209,12 +209,45 @@ def test_ids_are_copied():
     assert found.doc_ids.tolist() == [[1, 1, 2, 2]]
 
 
-def test_agreement_of_two_documents():
-    check_agreement(from_doc_ids(ids(1, 1, 2)), from_doc_ids(ids(5, 5, 7), "other"))
+def test_documents_of_arguments_and_armed_ones():
+    found, armed = from_doc_ids(ids(1, 1, 2)), from_doc_ids(ids(5, 5, 7), "other")
+    assert found_or_armed(found, armed) is found and found_or_armed(found, None) is found
+    assert found_or_armed(None, armed) is armed and found_or_armed(None, None) is None
     with pytest.raises(ValueError, match="doc_ids and other disagree"):
-        check_agreement(from_doc_ids(ids(1, 1, 2)), from_doc_ids(ids(5, 7, 7), "other"))
+        found_or_armed(found, from_doc_ids(ids(5, 7, 7), "other"))
     with pytest.raises(ValueError, match=r"tells documents of \[1, 3\] tokens but other of \[1, 2\]"):
-        check_agreement(from_doc_ids(ids(1, 1, 2)), from_doc_ids(ids(5, 7), "other"))
+        found_or_armed(found, from_doc_ids(ids(5, 7), "other"))
+    with pytest.raises(ValueError, match="one document of doc_ids is several of the other's"):
+        found_or_armed(from_doc_ids(ids(1, 1, 2, 1)), from_doc_ids(ids(5, 5, 7, 8), "other"))
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "position_ids"])
+def test_a_document_that_comes_back_is_told_by_whoever_can(name):
+    """Offsets and positions say where documents begin; which of them are one is for others to say."""
+    boundaries = {"cu_seq_lens_q": torch.tensor([0, 2, 3, 5]), "position_ids": ids(0, 1, 0, 2, 3)}[name]
+    alone = find_documents({name: boundaries})
+    assert partition(alone) == [[1, 1, 2, 3, 3]] and alone.boundaries_only
+    for other in ("doc_ids", "_packed_seq_ids", "attention_mask"):
+        found = find_documents({name: boundaries, other: ids(1, 1, 2, 1, 1)})
+        assert partition(found) == [[1, 1, 2, 1, 1]] and found.source == other and not found.boundaries_only
+    armed = from_doc_ids(ids(3, 3, 9, 3, 3), "armed")
+    assert found_or_armed(alone, armed) is armed
+    with pytest.raises(ValueError, match=f"{name} and armed disagree"):
+        found_or_armed(alone, from_doc_ids(ids(3, 3, 3, 4, 4), "armed"))
+
+
+def test_padding_masks_of_another_kind():
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    told = {"input_ids": tokens, "doc_ids": torch.tensor([[1, 1, 2, 2], [3, 3, 3, 3]])}
+    one_row = find_documents({**told, "attention_mask": torch.tensor([[1, 1, 1, 0]])})
+    assert partition(one_row) == [[1, 1, 2, 0], [1, 1, 1, 0]]
+    halves = find_documents({**told, "attention_mask": torch.tensor([[1.0, 1.0, 1.0, 0.0]]).half()})
+    assert partition(halves) == partition(one_row)
+    with pytest.raises(TypeError, match=r"attention_mask \[2, 4\] is additive \(its smallest value is -10000\)"):
+        find_documents({**told, "attention_mask": torch.tensor([[0.0, 0.0, 0.0, -1e4]]).expand(2, 4)})
+    for shape in ((2, 3), (2, 5), (1, 3)):
+        with pytest.raises(ValueError, match=rf"attention_mask has shape \[{shape[0]}, {shape[1]}\] but the documents"):
+            find_documents({**told, "attention_mask": torch.ones(shape)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -57,6 +57,22 @@ def test_chunks_of_documents_with_padding_between():
     assert [second[i] == second[i + 1] for i in range(1, 5)] == [True, False, True, False]
 
 
+def test_a_dense_mask_that_sees_across_chunks():
+    """Stock hands the caller's own mask to the layers with chunks too, so they see all of a document."""
+    model = ARCHITECTURES["llama4"].make(attention_chunk_size=4).eval()
+    batch = packed_batch()
+    ids = torch.repeat_interleave(torch.arange(1, len(LENGTHS) + 1), torch.tensor(LENGTHS))
+    same = (ids[:, None] == ids) & torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    with packed_sdpa.attach(model, strict=True):
+        with pytest.raises(packed_sdpa.MaskNotHonouredError, match=r"was given dense: .* in chunks of"):
+            model(**batch, doc_ids=ids[None], attention_mask=same[None, None])
+    model = ARCHITECTURES["llama4"].make(attention_chunk_size=64).eval()  # no document is as long
+    expected = each_alone(copy.deepcopy(model), batch)
+    with packed_sdpa.attach(model, strict=True):
+        logits = model(**batch, doc_ids=ids[None], attention_mask=same[None, None]).logits
+        assert difference(logits, expected) < 1e-6
+
+
 def gemma3_with_images():
     text = {**_SMALL, "vocab_size": 80, "head_dim": 8, "sliding_window": 64}
     vision = {
