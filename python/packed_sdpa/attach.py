@@ -99,9 +99,9 @@ def attach(
     documents: ``"auto"`` looks, in this order, at the keywords ``doc_ids``, ``_packed_seq_ids``, ``seq_idx``,
         ``cu_seq_lens_q``, an indexed ``attention_mask`` (2-D, max > 1) and ``position_ids`` that restart (are not one
         further than the token before); offsets and positions, which cannot say that a document comes back, tell only
-        what the others, and ids armed by hand, leave open. Zeros of a 2-D ``attention_mask`` are padding. A callable gets the forward's arguments and returns doc_ids ``[B, S]``, a
-        PackedLayout, or None (unpacked). None: only what :func:`packed_sdpa.arm` was given. A forward without documents
-        runs as if the model were not attached.
+        what the others, and ids armed by hand, leave open. Zeros of a 2-D ``attention_mask`` are padding. A callable
+        gets the forward's arguments and returns doc_ids ``[B, S]``, a PackedLayout, or None (unpacked). None: only
+        what :func:`packed_sdpa.arm` was given. A forward without documents runs as if the model were not attached.
     match: which modules are attention, for models whose names the hooks route does not know: a suffix of the qualified
         name, a glob, a list of them, or a function of name and module.
     strict: raise :class:`NotTakenError`, instead of a warning, when an attention module ran in a packed forward without

@@ -140,13 +140,16 @@ def find_documents(
             claims.append(claim)
     if not claims:
         return None
-    first = next((claim for claim in claims if not claim.boundaries_only), claims[0])
+    at = next((index for index, claim in enumerate(claims) if not claim.boundaries_only), 0)
+    first = claims[at]
     ids = first.ids
     if padding_mask is not None:
         ids = ids.masked_fill(~_fitting(arguments["attention_mask"], padding_mask, ids), 0)
-    for other in claims:
-        if other is not first:
-            _check_agreement(_Claim(first.name, ids, first.boundaries_only), other)
+    chosen = _Claim(first.name, ids, first.boundaries_only)
+    for other in claims[:at]:
+        _check_agreement(other, chosen)
+    for other in claims[at + 1 :]:
+        _check_agreement(chosen, other)
     return Documents(ArmedDocuments(ids, backend), first.name, first.boundaries_only)
 
 

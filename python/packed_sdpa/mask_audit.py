@@ -59,7 +59,7 @@ def differing_pair(
     parts = [slice(row, min(size, row + step), 1) for row in range(0, size, step)] if rows is None else [rows]
     for part in parts:
         found, shape = _compare(ids, rule, visible(part), part, pieces)
-        pair = _pair(found.tolist(), shape, part)
+        pair = _pair(found.cpu().tolist(), shape, part)
         if pair is not None:
             return pair
     return None
@@ -130,8 +130,8 @@ class DenseMask:
             return part, None
         if not part.is_floating_point():
             return part != 0, None
-        shut = part <= -1e4
-        return ~shut, ((part != 0) & ~shut).any()
+        seen = (part <= -1e4).logical_not()  # NaN is neither
+        return seen, ((part != 0) & seen).any()
 
 
 class _Late:

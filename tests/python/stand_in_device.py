@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -47,6 +47,8 @@ class OnDevice(Tensor):
         """Python's bindings of some methods look for the real device; their operators do not."""
         if function is Tensor.new_zeros:
             return OnDevice(torch.zeros(args[1:], dtype=args[0].dtype, device="cpu", **(kwargs or {})))
+        if function is Tensor.__getitem__ and not any(isinstance(t, Tensor) for t in tree_leaves(args[1])):
+            return OnDevice(args[0].held[args[1]])
         if function in (Tensor.copy_, Tensor.contiguous):
             return getattr(aten, function.__name__)(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -134,7 +136,7 @@ _TAKE_BOTH: set = {aten.index.Tensor, aten.index_put_.default}
 
 
 def _tensors(args, kwargs) -> list[Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    return [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
 
 
 def _has_bool(indices) -> bool:
