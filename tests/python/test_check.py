@@ -11,7 +11,10 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import packed_sdpa
+from aten_stand_ins import stand_ins
 from hf_models import ARCHITECTURES, LENGTHS, packed_batch
+from packed_sdpa import package_registry
+from packed_sdpa.packages import PackageBackend
 
 
 @pytest.fixture
@@ -243,6 +246,51 @@ def test_the_backend_is_named_per_documents(model, disarmed, route):
             arm_with(IDS, backend)
             model(input_ids=batch["input_ids"])
         assert packed_sdpa.report(model).backends == {"cpu": 2, "reference": 2}
+
+
+@pytest.mark.parametrize("route", ["hooks", "interface"])
+def test_autocast_calls_are_counted_for_themselves(model, disarmed, route):
+    """flash takes bfloat16, so a float32 model under autocast, and no float32."""
+    tokens = {"input_ids": packed_batch()["input_ids"]}
+    with stand_ins(), packed_sdpa.attach(model.eval(), route=route, documents=None, strict=True), torch.no_grad():
+        arm_with(IDS, "auto:flash")
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**tokens)
+        assert packed_sdpa.report(model).backends == {"flash": 2}
+        model(**tokens)
+        report = packed_sdpa.report(model)
+        assert report.backends == {"flash": 2, "cpu": 2}
+        assert report.not_preferred == {"flash: it takes float16 and bfloat16, not Float": 2}
+        with torch.autocast("cpu", torch.float16):
+            model(**tokens)
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            model(**tokens)
+        assert packed_sdpa.report(model).backends == {"flash": 4, "cpu": 4}
+
+
+@pytest.mark.parametrize("operand", ["key", "value"])
+def test_dtypes_of_key_and_value_are_counted_for_themselves(monkeypatch, operand):
+    """A package may judge them before autocast makes them one."""
+    from packed_sdpa.armed import ArmedDocuments
+    from packed_sdpa.choice import choice_of
+
+    class Package(PackageBackend):
+        name, package = "te", "torch"
+
+        def unsupported_reasons(self, call):
+            return ["no float16"] if getattr(call, operand).dtype == torch.float16 else []
+
+        def attend(self, call, rows):
+            raise AssertionError("nothing is run here")
+
+    monkeypatch.setitem(package_registry.BACKENDS, "te", Package(("cpu",)))
+    documents = ArmedDocuments(IDS, "auto:te")
+    options = {"is_causal": True, "window_size": (-1, -1), "dropout_p": 0.0}
+    operands = {name: torch.zeros(1, 2, IDS.shape[1], 8, dtype=torch.bfloat16) for name in ("query", "key", "value")}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert choice_of(documents, **operands, **options).backend == "te"
+        operands[operand] = operands[operand].half()
+        assert choice_of(documents, **operands, **options) == ("cpu", "te: no float16")
 
 
 def test_chunks_keep_the_backend():
