@@ -20,20 +20,30 @@ bool is_full_packed_call(const at::Tensor& query, const at::Tensor& key, const a
   return true;
 }
 
-// Heads as stock takes them: equal ones, one by broadcast on either side, or with enable_gqa groups. False:
-// stock refuses them.
+// Makes the head counts such as the kernels take. False: stock refuses them. Stock takes equal ones; with
+// enable_gqa those of key and value that divide the query's; without it one head by broadcast on any side.
 bool match_heads(at::Tensor* query, at::Tensor* key, at::Tensor* value, bool enable_gqa) {
-  const int64_t heads = std::max({query->size(1), key->size(1), value->size(1)});
-  if (query->size(1) == 1 && heads > 1) *query = query->expand({-1, heads, -1, -1});
-  if (query->size(1) != heads) return false;
-  for (at::Tensor* tensor : {key, value}) {
-    const int64_t own = tensor->size(1);
-    if (own == 0 || heads % own != 0 || (own != heads && own != 1 && !enable_gqa)) return false;
+  const int64_t heads_q = query->size(1);
+  const int64_t heads_k = key->size(1);
+  const int64_t heads_v = value->size(1);
+  if (heads_q == heads_k && heads_q == heads_v) return true;
+  if (enable_gqa) {
+    if (heads_q == 0 || heads_k == 0 || heads_v == 0) return false;
+    if (heads_q % heads_k != 0 || heads_q % heads_v != 0) return false;
+    if (heads_k != heads_v) {
+      *key = key->repeat_interleave(heads_q / heads_k, 1);
+      *value = value->repeat_interleave(heads_q / heads_v, 1);
+    }
+    return true;
   }
-  if (key->size(1) == value->size(1)) return true;
-  for (at::Tensor* tensor : {key, value}) {
-    const int64_t group = heads / tensor->size(1);
-    if (group > 1) *tensor = tensor->repeat_interleave(group, 1);
+  const int64_t most = std::max({heads_q, heads_k, heads_v});
+  for (const int64_t heads : {heads_q, heads_k, heads_v}) {
+    if (heads != 1 && heads != most) return false;
+  }
+  *query = query->expand({-1, most, -1, -1});
+  if (heads_k != heads_v) {
+    *key = key->expand({-1, most, -1, -1});
+    *value = value->expand({-1, most, -1, -1});
   }
   return true;
 }

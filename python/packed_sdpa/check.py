@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 _ALONE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _ROUNDING = 64  # times epsilon: what another order of summation may change (experts see other groups of rows)
+_ISLANDS = 8  # times epsilon of float32: the same in float64, of a model that rounds to float32 here and there
+_REPEATS = 2  # runs of the unchanged batch that are compared with the first
+_UNREPEATED = 4  # times the largest difference of those: what a model that does not repeat itself may change
+_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -93,10 +98,22 @@ def check_isolation(model: nn.Module, batch: Mapping[str, Any], *, max_documents
     tensor ``[B, S, ...]``, and a source of documents (see :func:`packed_sdpa.attach`) or armed ones.
     max_documents: how many documents are probed, spread over the batch; each costs three forwards and one backward.
 
-    Checks, in evaluation mode: a changed document leaves the other documents' outputs as they are; the gradient from a
-    document's outputs into the other documents' embeddings is exactly 0; a document's outputs are those of the stock
-    model on this document alone. On a leak the first layer that leaks is named, with its reason. Parameters' gradients,
-    the training mode and the counters' meaning are left alone.
+    Checks, in evaluation mode: a changed document leaves the other documents' outputs as they are, bit for bit; the
+    gradient from a document's outputs into the other documents' embeddings is exactly 0; a document's outputs are those
+    of the stock model on this document alone. On a leak the first layer that leaks is named, with its reason.
+    Parameters' gradients, the training mode and the counters' meaning are left alone.
+
+    Bits of others may change without a leak: experts multiply other groups of rows, whose products may be summed in
+    another order, and a model need not repeat itself on the same batch. So where bits change, but by no more than
+    rounding in the model's dtype or 4 times what two more runs of the unchanged batch differ from the first, the same
+    is computed again in float64, with copies of the parameters (4 times the memory of a bfloat16 model's, one more
+    forward for each such document, and three more). There rounding all but vanishes and a leak keeps its size: what
+    is left may be 8 times epsilon of float32 (1e-6) of the largest output, as models round to float32 here and there.
+    Where float64 cannot be computed float32 is taken for a half type, with 64 times its epsilon (8e-6). Where that
+    cannot be either, a half type's change is reported as a leak, since nothing tells it from one, and that of float32
+    passes up to 64 times epsilon. A change that begins in an attention module, which multiplies the same shapes
+    whatever a document holds, is a leak of any size. What is not told: a leak within rounding that begins elsewhere and
+    is not there in float64.
 
     Raises ValueError when the batch tells no documents, or fewer than two.
     """
@@ -114,12 +131,13 @@ def check_isolation(model: nn.Module, batch: Mapping[str, Any], *, max_documents
     probe = _Probe(model, batch, documents)
     with _evaluating(model, attachment), torch.random.fork_rng(devices=[]):
         base = probe.run()
+        perturbed, judge = _perturbed(probe, base, probed, documents, attachment)
         rows = [
-            _perturbed(probe, base, probed, documents),
+            perturbed,
             _gradients(probe, probed, documents),
             _alone(probe, base, probed, attachment),
         ]
-        leak = None if all(row.ok for row in rows[:2]) else _first_leak(probe, probed, documents, attachment)
+        leak = None if all(row.ok for row in rows[:2]) else _first_leak(judge, probed, documents, attachment)
     return IsolationResult(tuple(rows), len(places), leak)
 
 
@@ -164,11 +182,22 @@ def _evaluating(model: nn.Module, attachment: Attachment | None) -> Iterator[Non
 
 
 class _Probe:
-    """Runs the model with its token embeddings (or float inputs) within reach."""
+    """Runs the model with its token embeddings (or float inputs) within reach.
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, Any], documents: Documents) -> None:
+    dtype: of copies of its parameters, buffers and float inputs that it is run with; None: as it is, without copies.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: Mapping[str, Any], documents: Documents, dtype: torch.dtype | None = None
+    ) -> None:
         self.model = model
         self.batch = dict(batch)
+        self.dtype = dtype
+        self.copies: dict[str, Tensor] = {}
+        if dtype is not None:
+            self.batch = {n: v.to(dtype) if _is_floating(v) else v for n, v in self.batch.items()}
+            tensors = (*model.named_parameters(), *model.named_buffers())
+            self.copies = {n: v.detach().to(dtype) for n, v in tensors if _is_floating(v)}
         self.shape = documents.shape
         parameters = forward_parameters(model)
         if not parameters.takes_any and attachment_of(model) is None:
@@ -208,10 +237,33 @@ class _Probe:
             handles = [module.register_forward_hook(embed) for module in tables]
         try:
             with torch.set_grad_enabled(grad):
-                return _output_tensor(self.model(**arguments), self.shape if arguments is self.batch else None)
+                return _output_tensor(self._call(arguments), self.shape if arguments is self.batch else None)
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _call(self, arguments: dict[str, Any]) -> Any:
+        if self.dtype is None:
+            return self.model(**arguments)
+        with contextlib.ExitStack() as stack:
+            for kind in self._cast_on():
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return torch.func.functional_call(self.model, self.copies, (), arguments)
+
+    def _cast_on(self) -> set[str]:
+        """The kinds of device on which autocast is in force."""
+        kinds = {tensor.device.type for tensor in (*self.model.parameters(), *_tensors(self.batch))}
+        return {k for k in kinds if torch.amp.is_autocast_available(k) and torch.is_autocast_enabled(k)}
+
+    def rounds_to(self, output: Tensor) -> torch.dtype:
+        """The coarsest dtype among those of the output, the parameters and autocast."""
+        dtypes = {output.dtype, *(torch.get_autocast_dtype(kind) for kind in self._cast_on())}
+        dtypes |= {parameter.dtype for parameter in self.model.parameters() if _is_floating(parameter)}
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _FLOATING
 
 
 def _output_tensor(output: Any, shape: tuple[int, int] | None) -> Tensor:
@@ -262,20 +314,131 @@ def _row(check: str, value: float, allowed: float, detail: str) -> CheckRow:
     return CheckRow(check, finite and value <= allowed, value, allowed, detail)
 
 
-def _perturbed(probe: _Probe, base: Tensor, probed: list[Tensor], documents: Documents) -> CheckRow:
-    worst, detail = 0.0, "each probed document changed: the others' outputs are the same, bit for bit"
-    allowed = _ROUNDING * torch.finfo(base.dtype).eps * float(base.abs().max())
+class _Change(NamedTuple):
+    """The largest change of the other documents' outputs when one document is changed. ``at``: its flat row."""
+
+    value: float
+    rows: Tensor
+    at: int
+
+
+def _changes(probe: _Probe, base: Tensor, probed: list[Tensor], documents: Documents) -> list[_Change]:
+    """Of those documents that change a bit of the others' outputs."""
+    changes = []
     for rows in probed:
         other = _others(rows, documents).to(base.device)
         changed = probe.run(_changing(rows))
         difference = (changed.flatten(0, 1)[other] - base.flatten(0, 1)[other]).abs().flatten(1).amax(1)
         value = float(difference.max())
-        if value > worst or not math.isfinite(value):
-            worst = value
-            at = int(other[int(difference.argmax())])
-            places = (_name(rows, documents), _name_flat(at, documents))
-            detail = "document at token {} changed: output at token {} differs".format(*places)
-    return _row("changed document", worst, allowed, detail)
+        if value != 0.0:
+            changes.append(_Change(value, rows, int(other[int(difference.argmax())])))
+    return changes
+
+
+def _largest(changes: list[_Change]) -> _Change:
+    return max(changes, key=lambda change: change.value if math.isfinite(change.value) else math.inf)
+
+
+def _unrepeated(probe: _Probe, base: Tensor, documents: Documents) -> float:
+    """The largest difference of tokens' outputs between runs of the unchanged batch."""
+    tokens = (documents.doc_ids.flatten() != 0).nonzero().squeeze(1).to(base.device)
+    first = base.flatten(0, 1)[tokens]
+    return max(float((probe.run().flatten(0, 1)[tokens] - first).abs().max()) for _ in range(_REPEATS))
+
+
+def _perturbed(
+    probe: _Probe, base: Tensor, probed: list[Tensor], documents: Documents, attachment: Attachment | None
+) -> tuple[CheckRow, _Probe]:
+    """And the probe that told, for the search of the layer."""
+    check = "changed document"
+    size = float(base.abs().max())
+    changes = _changes(probe, base, probed, documents)
+    if not changes or not math.isfinite(size):
+        allowed = 0.0 if math.isfinite(size) else size
+        detail = "each probed document changed: the others' outputs are the same, bit for bit"
+        return _row(check, _largest(changes).value if changes else 0.0, allowed, detail), probe
+    worst = _largest(changes)
+    unrepeated = _unrepeated(probe, base, documents)
+    note = ""
+    if unrepeated > 0.0:
+        note = f"; the model does not repeat itself bit for bit (the same batch differs by {unrepeated:.2g})"
+    allowed = _UNREPEATED * unrepeated
+    dtype = probe.rounds_to(base)
+    rounding = _ROUNDING * torch.finfo(dtype).eps * size
+    if not worst.value <= max(rounding, allowed):
+        return _row(check, worst.value, allowed, _where(worst, documents) + note), probe
+
+    suspects = [change.rows for change in changes]
+    module = _first_to_leak(probe, suspects, documents) if unrepeated == 0.0 else None
+    if module is not None and _is_attention(module, probe.model, attachment):
+        return _row(check, worst.value, 0.0, _where(worst, documents) + ", from an attention module on"), probe
+
+    # It may be rounding. In a wider dtype rounding all but vanishes; a leak keeps its size.
+    problems = []
+    for wider, share in _wider(dtype):
+        judge, told = _in_wider(probe, wider, suspects, documents)
+        if isinstance(told, str):
+            problems.append(f"{_dtype_name(wider)}: {told}")
+            continue
+        value, size, unrepeated, widest = told
+        allowed = max(share * size, _UNREPEATED * unrepeated)
+        if value <= allowed:
+            detail = f"rounding: others' outputs change by up to {worst.value:.2g} in {_dtype_name(dtype)}"
+            if note:
+                detail = detail.removeprefix("rounding: ")
+        else:
+            assert widest is not None
+            detail = _where(widest, documents)
+        return _row(check, value, allowed, f"{detail}, by {value:.2g} in {_dtype_name(wider)}{note}"), judge
+    if dtype in (torch.float32, torch.float64):
+        allowed = max(allowed, rounding)
+    detail = _where(worst, documents) + note
+    if problems:
+        detail += f"; it may be rounding, but the model does not run in a wider dtype to tell ({'; '.join(problems)})"
+    return _row(check, worst.value, allowed, detail), probe
+
+
+def _where(change: _Change, documents: Documents) -> str:
+    places = (_name(change.rows, documents), _name_flat(change.at, documents))
+    return "document at token {} changed: output at token {} differs".format(*places)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _wider(dtype: torch.dtype) -> list[tuple[torch.dtype, float]]:
+    """In which dtypes rounding to this one is told from a leak, and which share of the largest output it may be."""
+    eps = torch.finfo(torch.float32).eps
+    wider = [(torch.float64, _ISLANDS * eps), (torch.float32, _ROUNDING * eps)]
+    return wider[: {torch.float64: 0, torch.float32: 1}.get(dtype, 2)]
+
+
+class _Told(NamedTuple):
+    value: float  # largest change
+    size: float  # largest output
+    unrepeated: float
+    widest: _Change | None
+
+
+def _in_wider(
+    probe: _Probe, dtype: torch.dtype, probed: list[Tensor], documents: Documents
+) -> tuple[_Probe, _Told | str]:
+    """What the check finds in that dtype, or why it cannot be run there."""
+    try:
+        judge = _Probe(probe.model, probe.batch, documents, dtype)
+        base = judge.run()
+        size = float(base.abs().max())
+        if torch.finfo(base.dtype).eps > torch.finfo(torch.float32).eps:
+            return probe, f"its outputs are {_dtype_name(base.dtype)} all the same"
+        if not math.isfinite(size):
+            return probe, "its outputs are not finite"
+        changes = _changes(judge, base, probed, documents)
+        unrepeated = _unrepeated(judge, base, documents)
+    except (RuntimeError, TypeError, ValueError) as error:  # a kernel without it, a cast in the model, no memory
+        return probe, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    widest = _largest(changes) if changes else None
+    return judge, _Told(0.0 if widest is None else widest.value, size, unrepeated, widest)
 
 
 def _gradients(probe: _Probe, probed: list[Tensor], documents: Documents) -> CheckRow:
@@ -360,6 +523,13 @@ def _name_flat(place: int, documents: Documents) -> str:
 def _first_leak(
     probe: _Probe, probed: list[Tensor], documents: Documents, attachment: Attachment | None
 ) -> Leak | None:
+    module = _first_to_leak(probe, probed, documents)
+    if module is None:
+        return None
+    return Leak(_name_of(module, probe.model) or type(module).__name__, _reason(module, probe.model, attachment))
+
+
+def _first_to_leak(probe: _Probe, probed: list[Tensor], documents: Documents) -> nn.Module | None:
     names = {module: name for name, module in probe.model.named_modules()}
     for rows in probed:
         other = _others(rows, documents)
@@ -367,26 +537,41 @@ def _first_leak(
             probe.run(lambda embeddings: embeddings)
         with _fingerprints(probe, names) as after:
             probe.run(_changing(rows))
-        for (module, inputs, outputs), (_, inputs_after, outputs_after) in zip(before, after, strict=True):
+        for call, (inputs, outputs) in before.items():
+            if call not in after:  # an expert that has no token once the document is another
+                continue
+            inputs_after, outputs_after = after[call]
             if _same(inputs, inputs_after, other) and not _same(outputs, outputs_after, other):
-                return Leak(names[module] or type(module).__name__, _reason(module, probe.model, attachment))
+                return call[0]
     return None
 
 
-Fingerprints = list[tuple[nn.Module, list[Tensor], list[Tensor]]]
+def _name_of(module: nn.Module, model: nn.Module) -> str:
+    return next(name for name, other in model.named_modules() if other is module)
+
+
+def _is_attention(module: nn.Module, model: nn.Module, attachment: Attachment | None) -> bool:
+    is_attached = attachment is not None and module in attachment.ledger.records
+    return is_attached or looks_like_attention(_name_of(module, model), module)
+
+
+# By module and the number of its call; in the order in which calls end.
+Fingerprints = dict[tuple[nn.Module, int], tuple[list[Tensor], list[Tensor]]]
 
 
 @contextlib.contextmanager
 def _fingerprints(probe: _Probe, names: Mapping[nn.Module, str]) -> Iterator[Fingerprints]:
-    """Modules in the order in which they end, with one number a token of each input and output."""
-    calls: Fingerprints = []
+    """One number a token of each input and output of each call of a module."""
+    calls: Fingerprints = {}
+    counts: Counter[nn.Module] = Counter()
 
     def take(value: Any) -> list[Tensor]:
         return [_fingerprint(t) for t in _tensors(value) if t.is_floating_point() and probe._fits(t)]
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         plain = output if isinstance(output, (Tensor, tuple, list, dict)) else getattr(output, "__dict__", ())
-        calls.append((module, take((args, kwargs)), take(plain)))
+        calls[module, counts[module]] = (take((args, kwargs)), take(plain))
+        counts[module] += 1
 
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in names]
     try:
@@ -402,14 +587,14 @@ def _fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _same(before: list[Tensor], after: list[Tensor], rows: Tensor) -> bool:
-    return all(
+    return len(before) == len(after) and all(
         torch.allclose(one[rows], two[rows], rtol=1e-9, atol=1e-12, equal_nan=True)
         for one, two in zip(before, after, strict=True)
     )
 
 
 def _reason(module: nn.Module, model: nn.Module, attachment: Attachment | None) -> str:
-    name = next(name for name, other in model.named_modules() if other is module)
+    name = _name_of(module, model)
     kind = type(module).__name__
     if any(leaking == name or name.startswith(leaking + ".") for leaking in leaking_layers(model)):
         return f"{kind} mixes tokens without attention (state space, convolution or linear attention)"

@@ -24,7 +24,10 @@ def choice_of(
     """Of a call over these documents that was taken."""
     kind = (
         query.device,
+        _autocast_dtype(query.device),
         query.dtype,
+        key.dtype,
+        value.dtype,
         query.shape[1],
         key.shape[1],
         query.shape[3],
@@ -48,6 +51,13 @@ def choice_of(
         )
         choice = documents.choices[kind] = _choice(reports, documents.backend)
     return choice
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype to which operands there are cast; None where they are not."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
 
 
 def _choice(reports: BackendReports, asked: str) -> Choice:

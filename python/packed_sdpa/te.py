@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from packed_sdpa.packages import PackageBackend, PackageCall, RealRows
@@ -12,9 +13,18 @@ from packed_sdpa.packages import PackageBackend, PackageCall, RealRows
 
 @functools.lru_cache(maxsize=64)
 def _attention_module(
-    num_heads: int, num_kv_heads: int, head_dim: int, scale: float, mask_type: str, window_size: tuple[int, int]
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    mask_type: str,
+    window_size: tuple[int, int],
+    deterministic: bool,
 ) -> Any:
-    """The module for a shape. It has no parameters and keeps nothing of a call."""
+    """The module for a shape. It has no parameters and keeps nothing of a call.
+
+    deterministic: of torch, now; the module reads it when it is made, and stays so.
+    """
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
@@ -50,6 +60,7 @@ class TransformerEngine(PackageBackend):
             call.scale,
             mask_type,
             (left, 0 if call.is_causal else right),
+            torch.are_deterministic_algorithms_enabled(),
         )
         out = module(
             rows.query,

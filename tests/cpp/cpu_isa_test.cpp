@@ -1,6 +1,9 @@
 // Choice of the instruction set.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdlib>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -15,6 +18,20 @@ TEST(CpuIsaTest, ScalarIsAlwaysThereAndListIsAscending) {
   EXPECT_EQ(available_cpu_isas().front(), CpuIsa::kScalar);
   for (size_t i = 1; i < available_cpu_isas().size(); ++i) {
     EXPECT_LT(available_cpu_isas()[i - 1], available_cpu_isas()[i]);
+  }
+}
+
+// A set that is missing here leaves its tests out; PACKED_SDPA_REQUIRE (as tests/python/required.py reads it)
+// makes that a failure.
+TEST(CpuIsaTest, RequiredSetsAreThere) {
+  const char* value = std::getenv("PACKED_SDPA_REQUIRE");
+  std::istringstream names(value == nullptr ? "" : value);
+  for (std::string name; std::getline(names, name, ',');) {
+    name.erase(std::remove(name.begin(), name.end(), ' '), name.end());
+    if (name.empty() || name == "cuda") continue;
+    const std::vector<std::string> there = isa_names();
+    EXPECT_EQ(std::count(there.begin(), there.end(), name), 1)
+        << "PACKED_SDPA_REQUIRE: this machine has no instruction set '" << name << "', or none is called so";
   }
 }
 

@@ -112,7 +112,8 @@ INSTANTIATE_TEST_SUITE_P(Isas, RandomTest,
                            return std::get<0>(info.param) + "_" + dtype_name(std::get<1>(info.param));
                          });
 
-// Lengths around every block and tile size of the tiled kernels, and documents of several key blocks.
+// Lengths around the tiles of keys of forward (64, 128, 256) and the blocks of keys of backward (256, 512),
+// and documents of several of them.
 class TileEdgeTest : public RandomTest {};
 
 TEST_P(TileEdgeTest, MatchesOracle) {
@@ -141,6 +142,63 @@ TEST_P(TileEdgeTest, MatchesOracle) {
 
 INSTANTIATE_TEST_SUITE_P(
     Isas, TileEdgeTest,
+    ::testing::Combine(::testing::ValuesIn(isa_names()),
+                       ::testing::Values(ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16)),
+    [](const auto& info) { return std::get<0>(info.param) + "_" + dtype_name(std::get<1>(info.param)); });
+
+// Documents of several blocks of queries of forward, which are items of their own and, in a window, begin
+// with other keys. A block has 2,048 stacked rows (queries times heads of the group) at small head dims, and
+// at 256 256 or 512 (forward_item_rows); plain kernels take 1,024 queries.
+class QueryBlockTest : public RandomTest {};
+
+TEST_P(QueryBlockTest, MatchesOracleAndThreadsDoNotMatter) {
+  struct Case {
+    std::vector<int64_t> lengths;
+    int64_t group, dim, window;
+  };
+  for (const Case& c : {Case{{1023, 1024, 1025}, 2, 4, -1},
+                        {{1023, 1024, 1025}, 2, 4, 100},
+                        {{2100}, 1, 4, -1},
+                        {{2100}, 1, 4, 100},
+                        {{300}, 1, 256, 30},
+                        {{300}, 2, 256, 30},
+                        {{300}, 4, 256, 30}}) {
+    Settings settings;
+    settings.dtype = std::get<1>(GetParam());
+    settings.num_heads = c.group;
+    settings.num_kv_heads = 1;
+    settings.head_dim = c.dim;
+    settings.head_dim_v = c.dim;
+    settings.window_left = c.window;
+    settings.scale = c.dim == 4 ? 0.5 : 0.0625;
+    std::string name = "query_blocks";
+    for (const int64_t length : c.lengths) name.append("_").append(std::to_string(length));
+    const Packing packing = packing_from_lengths(name, c.lengths);
+    ThreadExecutor one(1);
+    Problem expected(packing, settings);
+    expected.run_forward(one);
+    expect_forward_matches(expected);
+    expected.run_backward(one);
+    expect_backward_matches(expected);
+    if (HasFailure()) return;
+    for (const int threads : {-5, 2, 3}) {  // less than 0: one after another
+      ThreadExecutor executor(std::abs(threads), threads < 0);
+      Problem problem(packing, settings);
+      problem.run_forward(executor);
+      problem.run_backward(executor);
+      const std::string repro =
+          describe(packing, settings).append(" threads=").append(std::to_string(threads));
+      EXPECT_EQ(problem.out.bytes(), expected.out.bytes()) << repro;
+      EXPECT_EQ(problem.lse_float, expected.lse_float) << repro;
+      EXPECT_EQ(problem.grad_query.bytes(), expected.grad_query.bytes()) << repro;
+      EXPECT_EQ(problem.grad_key.bytes(), expected.grad_key.bytes()) << repro;
+      EXPECT_EQ(problem.grad_value.bytes(), expected.grad_value.bytes()) << repro;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Isas, QueryBlockTest,
     ::testing::Combine(::testing::ValuesIn(isa_names()),
                        ::testing::Values(ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16)),
     [](const auto& info) { return std::get<0>(info.param) + "_" + dtype_name(std::get<1>(info.param)); });

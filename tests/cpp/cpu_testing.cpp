@@ -75,6 +75,20 @@ struct Rounding {
   }
 };
 
+// [B, H, rows, dim] contiguous. Exact: Real is float for the types that it holds.
+template <typename Real>
+std::vector<Real> values_of(const Tensor& tensor) {
+  std::vector<Real> values;
+  for (int64_t b = 0; b < tensor.batch; ++b) {
+    for (int64_t h = 0; h < tensor.heads; ++h) {
+      for (int64_t i = 0; i < tensor.rows; ++i) {
+        for (int64_t d = 0; d < tensor.dim; ++d) values.push_back(static_cast<Real>(tensor.get(b, h, i, d)));
+      }
+    }
+  }
+  return values;
+}
+
 template <typename Real>
 Dense dense(const Problem& problem, bool backward, const Rounding& rounded) {
   const Settings& s = problem.settings;
@@ -89,6 +103,10 @@ Dense dense(const Problem& problem, bool backward, const Rounding& rounded) {
   std::vector<Real> grad_key(static_cast<size_t>(batch * s.num_kv_heads * rows_k * s.head_dim));
   std::vector<Real> grad_value(static_cast<size_t>(batch * s.num_kv_heads * rows_k * s.head_dim_v));
   const Real scale = static_cast<Real>(s.scale);
+  const std::vector<Real> query = values_of<Real>(problem.query);
+  const std::vector<Real> key = values_of<Real>(problem.key);
+  const std::vector<Real> value = values_of<Real>(problem.value);
+  const std::vector<Real> grad_out = values_of<Real>(problem.grad_out);
   std::vector<int64_t> keys;
   std::vector<Real> p(static_cast<size_t>(rows_k));
   for (int64_t b = 0; b < batch; ++b) {
@@ -100,19 +118,26 @@ Dense dense(const Problem& problem, bool backward, const Rounding& rounded) {
           if (problem.sees(b, i, j)) keys.push_back(j);
         }
         if (keys.empty()) continue;
+        const size_t row = static_cast<size_t>((b * s.num_heads + h) * rows_q + i);
+        const Real* const query_row = query.data() + row * static_cast<size_t>(s.head_dim);
+        const Real* const grad_out_row = grad_out.data() + row * static_cast<size_t>(s.head_dim_v);
+        const auto key_row = [&](int64_t j) {
+          return key.data() + ((b * s.num_kv_heads + kv) * rows_k + j) * s.head_dim;
+        };
+        const auto value_row = [&](int64_t j) {
+          return value.data() + ((b * s.num_kv_heads + kv) * rows_k + j) * s.head_dim_v;
+        };
         Real maximum = -std::numeric_limits<Real>::infinity();
         for (size_t n = 0; n < keys.size(); ++n) {
           Real sum = 0;
           for (int64_t d = 0; d < s.head_dim; ++d) {
-            sum += static_cast<Real>(problem.query.get(b, h, i, d)) *
-                   static_cast<Real>(problem.key.get(b, kv, keys[n], d));
+            sum += query_row[d] * key_row(keys[n])[d];
           }
           p[n] = static_cast<Real>(rounded(static_cast<double>(sum * scale)));
           maximum = std::max(maximum, p[n]);
         }
         Real total = 0;
         for (size_t n = 0; n < keys.size(); ++n) total += std::exp(p[n] - maximum);
-        const size_t row = static_cast<size_t>((b * s.num_heads + h) * rows_q + i);
         result.lse[row] = static_cast<double>(maximum + std::log(total));
         for (size_t n = 0; n < keys.size(); ++n) {
           p[n] = static_cast<Real>(rounded(static_cast<double>(std::exp(p[n] - maximum) / total)));
@@ -121,12 +146,11 @@ Dense dense(const Problem& problem, bool backward, const Rounding& rounded) {
         for (int64_t e = 0; e < s.head_dim_v; ++e) {
           Real sum = 0;
           for (size_t n = 0; n < keys.size(); ++n) {
-            sum += p[n] * static_cast<Real>(keep_factor(problem, b, h, i, keys[n])) *
-                   static_cast<Real>(problem.value.get(b, kv, keys[n], e));
+            sum += p[n] * static_cast<Real>(keep_factor(problem, b, h, i, keys[n])) * value_row(keys[n])[e];
           }
           const double out = rounded(static_cast<double>(sum));
           result.out[row * static_cast<size_t>(s.head_dim_v) + static_cast<size_t>(e)] = out;
-          if (backward) delta += out * problem.grad_out.get(b, h, i, e);
+          if (backward) delta += out * static_cast<double>(grad_out_row[e]);
         }
         if (!backward) continue;
         for (size_t n = 0; n < keys.size(); ++n) {
@@ -134,10 +158,9 @@ Dense dense(const Problem& problem, bool backward, const Rounding& rounded) {
           const Real factor = static_cast<Real>(keep_factor(problem, b, h, i, j));
           Real grad_p = 0;
           for (int64_t e = 0; e < s.head_dim_v; ++e) {
-            grad_p += static_cast<Real>(problem.grad_out.get(b, h, i, e)) *
-                      static_cast<Real>(problem.value.get(b, kv, j, e));
+            grad_p += grad_out_row[e] * value_row(j)[e];
             grad_value[static_cast<size_t>(((b * s.num_kv_heads + kv) * rows_k + j) * s.head_dim_v + e)] +=
-                p[n] * factor * static_cast<Real>(problem.grad_out.get(b, h, i, e));
+                p[n] * factor * grad_out_row[e];
           }
           grad_p = static_cast<Real>(rounded(static_cast<double>(grad_p * factor)));
           const Real grad_s =
@@ -145,9 +168,9 @@ Dense dense(const Problem& problem, bool backward, const Rounding& rounded) {
               scale;
           for (int64_t d = 0; d < s.head_dim; ++d) {
             grad_query[row * static_cast<size_t>(s.head_dim) + static_cast<size_t>(d)] +=
-                grad_s * static_cast<Real>(problem.key.get(b, kv, j, d));
+                grad_s * key_row(j)[d];
             grad_key[static_cast<size_t>(((b * s.num_kv_heads + kv) * rows_k + j) * s.head_dim + d)] +=
-                grad_s * static_cast<Real>(problem.query.get(b, h, i, d));
+                grad_s * query_row[d];
           }
         }
       }

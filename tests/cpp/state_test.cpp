@@ -122,6 +122,41 @@ TEST_F(State, HeadsAsStockTakesThem) {
   EXPECT_THROW(packed_sdpa::scaled_dot_product_attention(query, two, two), c10::Error);
 }
 
+// Against stock itself: what it refuses is refused, and what it takes is its own result under a dense mask.
+TEST_F(State, AllHeadCountsAsStockTakesThem) {
+  arm(a_);
+  const at::Tensor row = at::arange(6).unsqueeze(1);
+  const at::Tensor mask = a_.unsqueeze(1).eq(a_).logical_and(row.ge(row.t()));
+  int taken = 0;
+  for (const bool enable_gqa : {false, true}) {
+    for (int64_t n = 0; n < 4 * 4 * 4; ++n) {
+      const int64_t heads_q = 1 + n / 16, heads_k = 1 + n / 4 % 4, heads_v = 1 + n % 4;
+      SCOPED_TRACE("Hq " + std::to_string(heads_q) + ", heads of key " + std::to_string(heads_k) +
+                   ", of value " + std::to_string(heads_v) + (enable_gqa ? ", enable_gqa" : ""));
+      const at::Tensor query = at::randn({1, heads_q, 6, 4}, at::kDouble);
+      const at::Tensor key = at::randn({1, heads_k, 6, 4}, at::kDouble);
+      const at::Tensor value = at::randn({1, heads_v, 6, 4}, at::kDouble);
+      const auto ours = [&] {
+        return packed_sdpa::scaled_dot_product_attention(query, key, value, {}, 0.0, false, {}, enable_gqa);
+      };
+      at::Tensor expected;
+      try {
+        expected = at::scaled_dot_product_attention(query, key, value, mask, 0.0, false, {}, enable_gqa);
+      } catch (const c10::Error&) {
+        EXPECT_THROW(ours(), c10::Error);
+        continue;
+      }
+      ++taken;
+      const at::Tensor out = ours();
+      ASSERT_EQ(out.sizes(), expected.sizes());
+      EXPECT_TRUE(at::allclose(out, expected, 1e-12, 1e-12));
+    }
+  }
+  // Without enable_gqa each count is 1 or the largest: 1 + 3 * 7. With it: divisors of 1, 2, 3 and 4,
+  // squared.
+  EXPECT_EQ(taken, 22 + 18);
+}
+
 // A checkpoint as a libtorch program would write one.
 struct Checkpoint : torch::autograd::Function<Checkpoint> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x) {

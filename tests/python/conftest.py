@@ -11,7 +11,17 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))  # tests/cases.py, for every suite
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # oracle.py
 
+import required
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """An unknown name in PACKED_SDPA_REQUIRE is an error before any test runs."""
+    try:
+        required.required()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from cases import PACKINGS, packing, random_packing
 import packed_sdpa
 from oracle import check_against_oracle, dense_attention, random_inputs, uniform_probe, with_gradients
 from packed_sdpa import PackedLayout, package_registry, packed_attention
+from required import need
 
 # The dense reference is an oracle itself, slow on purpose; test_reference below checks it against the other one. That
 # the CUDA backends refuse the CPU is tested beside their stand-ins.
@@ -60,13 +61,10 @@ class Pair:
 @pytest.fixture(params=PAIRS, ids=[f"{device}-{name}" for device, name in PAIRS])
 def pair(request):
     device, name = request.param
-    if device == "cuda" and not torch.cuda.is_available():
-        if "cuda" in os.environ.get("PACKED_SDPA_REQUIRE", "").split(","):
-            pytest.fail("PACKED_SDPA_REQUIRE=cuda, but this machine has no CUDA device")
-        pytest.skip("no CUDA device")
     if device == "cpu":
         yield Pair(device, name)
         return
+    need("cuda")
     # Equality to the bit is promised on CUDA in deterministic mode; it also fills memory that torch hands out with NaN.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -11,7 +11,10 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import packed_sdpa
+from aten_stand_ins import stand_ins
 from hf_models import ARCHITECTURES, LENGTHS, packed_batch
+from packed_sdpa import package_registry
+from packed_sdpa.packages import PackageBackend
 
 
 @pytest.fixture
@@ -164,6 +167,247 @@ def test_a_changed_document_that_makes_others_nan_is_a_leak(bad):
     assert [row.ok for row in result.rows] == [False, True, True] and "output at token" in result.rows[0].detail
 
 
+# ---- a leak without a gradient, rounding, and models that do not repeat themselves
+
+IDS_6 = torch.tensor([[1, 1, 2, 2, 3, 3]])
+ATTENTION = ["self_attn", "cross_attention"]
+
+
+def checked(model, x, **options):
+    with packed_sdpa.attach(model, match=ATTENTION):
+        return packed_sdpa.check_isolation(model, {"x": x, "doc_ids": IDS_6}, **options)
+
+
+class Winner(Plain):
+    """The largest feature of all tokens together decides a factor for each token: no gradient goes through that."""
+
+    def __init__(self, size, how):
+        super().__init__()
+        self.factors = nn.Parameter(1 + size * torch.arange(8.0))
+        self.how = how
+
+    def forward(self, x):
+        mean = x.mean((0, 1))
+        chosen = self.factors[mean.argmax()] if self.how == "argmax" else 1 + (self.factors[1] - 1) * mean[0].detach()
+        return super().forward(x) * chosen
+
+
+@pytest.mark.parametrize(
+    "dtype,size,how",
+    [
+        (torch.bfloat16, 2**-7, "argmax"),
+        (torch.bfloat16, 2**-7, "detach"),
+        (torch.bfloat16, 0.03, "detach"),
+        (torch.float16, 2e-3, "argmax"),
+        (torch.float16, 2e-3, "detach"),
+        (torch.float32, 1e-6, "argmax"),
+    ],
+)
+def test_a_leak_without_a_gradient_is_found_within_rounding(dtype, size, how):
+    model, x = Winner(size, how).to(dtype), torch.randn(1, 6, 8).to(dtype)
+    result = checked(model, x)
+    row = result.rows[0]
+    assert [r.ok for r in result.rows[:2]] == [False, True], str(result)
+    # What is reported is the change that the factor makes, in float64: no more than the largest output times the
+    # widest step of the factor, and no less than a hundredth of it.
+    largest = float(model(x).detach().double().abs().max())
+    assert largest * size / 100 < row.value < largest * size * 8 and row.allowed < row.value
+    assert "changed: output at token" in row.detail and "in float64" in row.detail
+    assert largest * 64 * torch.finfo(dtype).eps > row.value  # else rounding would not have been thought of
+
+
+class Experts(Plain):
+    """Each token goes to one of two experts, whose product is summed in another order for another count of tokens.
+
+    widest: the widest dtype that they take.
+    """
+
+    def __init__(self, widest=torch.float64):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, 8, 8))
+        self.widest = widest
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        rows = hidden.flatten(0, 1)
+        if torch.finfo(rows.dtype).eps < torch.finfo(self.widest).eps:
+            raise RuntimeError(f"no kernel for {rows.dtype}")
+        chosen = (rows[:, 0] > 0).long()
+        out = torch.zeros_like(rows)
+        for expert in range(2):
+            mine = rows[chosen == expert]
+            step = 1 + mine.shape[0] % 3
+            total = torch.zeros_like(mine)
+            for begin in range(0, 8, step):
+                part = slice(begin, begin + step)
+                total = total + mine[:, part] @ self.experts[expert, part]
+            out[chosen == expert] = total
+        return hidden + out.view_as(hidden)
+
+
+def bits_that_change(model, x):
+    """Of documents 2 and 3 when document 1 is changed."""
+    other = x.clone()
+    other[:, :2] = torch.linspace(-1, 1, 8).to(x.dtype) - other[:, :2]
+    with packed_sdpa.attach(model, match=ATTENTION), torch.no_grad():
+        before, after = (model(y, doc_ids=IDS_6) for y in (x, other))
+    return int((before[:, 2:] != after[:, 2:]).sum())
+
+
+class TakesIds:
+    def forward(self, x, doc_ids=None):
+        return super().forward(x)
+
+
+class ExpertsWithIds(TakesIds, Experts):
+    pass
+
+
+@pytest.mark.parametrize(
+    "dtype,widest,judged",
+    [
+        (torch.bfloat16, torch.float64, "float64"),
+        (torch.float16, torch.float64, "float64"),
+        (torch.float32, torch.float64, "float64"),
+        (torch.bfloat16, torch.float32, "float32"),
+    ],
+)
+def test_products_summed_in_another_order_are_no_leak(dtype, widest, judged):
+    model, x = ExpertsWithIds(widest).to(dtype), torch.randn(1, 6, 8).to(dtype)
+    assert bits_that_change(model, x) > 0
+    result = checked(model, x)
+    assert result.ok and result.leak is None, str(result)
+    row = result.rows[0]
+    assert row.detail.startswith("rounding: ") and f" in {judged}" in row.detail
+    assert row.value < (1e-12 if judged == "float64" else 1e-5) and row.allowed < 1e-3
+
+
+@pytest.mark.parametrize("dtype,ok", [(torch.bfloat16, False), (torch.float32, True), (torch.float64, True)])
+def test_rounding_that_cannot_be_computed_wider(dtype, ok):
+    model, x = ExpertsWithIds(dtype).to(dtype), torch.randn(1, 6, 8).to(dtype)
+    assert bits_that_change(model, x) > 0
+    row = checked(model, x).rows[0]
+    assert row.ok == ok and row.value > 0.0
+    if dtype == torch.float64:
+        assert "wider" not in row.detail  # there is none
+    else:
+        assert "does not run in a wider dtype to tell (float64: RuntimeError: no kernel for torch.float64" in row.detail
+
+
+def test_a_leak_beside_rounding_is_found_and_its_layer_named():
+    class Both(Experts):
+        def __init__(self):
+            super().__init__()
+            self.mixing = nn.Module()
+            self.mixing.forward = lambda x: x * (1 + 2**-6 * x.mean((0, 1))[0].detach())
+
+        def forward(self, x):
+            return self.mixing(super().forward(x))
+
+    result = checked(Both().bfloat16(), torch.randn(1, 6, 8).bfloat16())
+    assert not result.rows[0].ok and result.leak.module == "mixing", str(result)
+
+
+def test_a_leak_of_a_kernel_that_float64_does_not_have():
+    class Broken(Block):
+        def forward(self, x):
+            out = super().forward(x)
+            return out + x.mean((0, 1)).detach() / 64 if x.dtype == torch.bfloat16 else out
+
+    model = Plain()
+    model.second["cross_attention"] = Broken(False)
+    result = checked(model.bfloat16(), torch.randn(1, 6, 8).bfloat16())
+    row = result.rows[0]
+    assert not row.ok and row.value > row.allowed == 0.0 and "from an attention module on" in row.detail
+    assert result.leak.module == "second.cross_attention"
+
+
+def test_parameters_are_as_before_a_check_in_float64():
+    model = Experts().bfloat16()
+    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
+    assert "in float64" in checked(model, torch.randn(1, 6, 8).bfloat16()).rows[0].detail
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0] and torch.equal(parameter, before[name][1])
+        assert parameter.dtype == torch.bfloat16 and parameter.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_is_left_out_of_the_check_in_float64(dtype):
+    model = Experts()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        row = checked(model, torch.randn(1, 6, 8)).rows[0]
+    assert row.ok and f"in {str(dtype)[6:]}, by" in row.detail and row.value < 1e-12
+
+
+class Noisy(Plain):
+    def __init__(self, noise, leak):
+        super().__init__()
+        self.noise = noise
+        self.leak = leak
+
+    def forward(self, x):
+        return super().forward(x) + self.noise * torch.randn_like(x) + self.leak * x.mean((0, 1)).detach().square()
+
+
+@pytest.mark.parametrize(
+    "noise,leak,ok", [(1e-3, 0.0, True), (1e-7, 0.0, True), (1e-3, 1.0, False), (1e-7, 1e-5, False)]
+)
+def test_a_model_that_does_not_repeat_itself(noise, leak, ok):
+    result = checked(Noisy(noise, leak), torch.randn(1, 6, 8))
+    row = result.rows[0]
+    assert row.ok == ok, str(result)
+    assert "the model does not repeat itself bit for bit (the same batch differs by" in row.detail
+    assert "rounding" not in row.detail
+    assert (row.allowed > row.value) == ok and row.allowed < 100 * noise + 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_mixture_of_experts_of_transformers_in_bfloat16(implementation):
+    model = ARCHITECTURES["mixtral"].make(dtype=torch.bfloat16)
+    model.config._experts_implementation = implementation
+    with packed_sdpa.attach(model):
+        result = packed_sdpa.check_isolation(model, packed_batch())
+    assert result.ok, str(result)
+
+
+class Unattached(nn.Module):
+    """Stock attention, then a list of experts of which only those with tokens are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixer = Block(False)
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x):
+        chosen = x.flatten(0, 1)[:, :4].argmax(-1)
+        x = self.mixer(x)
+        rows = x.flatten(0, 1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                out[chosen == number] = expert(rows[chosen == number])
+        return x + out.view_as(x)
+
+
+def test_other_experts_for_a_changed_document():
+    model = Unattached()
+    x = torch.zeros(1, 6, 8)
+    x[..., 1] = 5.0  # for expert 1; a changed document is for expert 3
+    called = []
+    handles = [expert.register_forward_hook(lambda *_, n=n: called.append(n)) for n, expert in enumerate(model.experts)]
+    with torch.no_grad():
+        model(x)
+        assert called == [1]
+        called.clear()
+        model(torch.cat([torch.linspace(-1, 1, 8) - x[:, :2], x[:, 2:]], 1))
+    assert called == [1, 3]
+    for handle in handles:
+        handle.remove()
+    result = packed_sdpa.check_isolation(model, {"x": x, "doc_ids": IDS_6})
+    assert not result.ok and result.leak.module == "mixer"
+    assert "ran stock attention: the model is not attached" in result.leak.reason
+
+
 def test_bad_input(model):
     with pytest.raises(ValueError, match=r"batch tells no documents: give doc_ids, .* got input_ids"):
         packed_sdpa.check_isolation(model, {"input_ids": packed_batch()["input_ids"]})
@@ -243,6 +487,51 @@ def test_the_backend_is_named_per_documents(model, disarmed, route):
             arm_with(IDS, backend)
             model(input_ids=batch["input_ids"])
         assert packed_sdpa.report(model).backends == {"cpu": 2, "reference": 2}
+
+
+@pytest.mark.parametrize("route", ["hooks", "interface"])
+def test_autocast_calls_are_counted_for_themselves(model, disarmed, route):
+    """flash takes bfloat16, so a float32 model under autocast, and no float32."""
+    tokens = {"input_ids": packed_batch()["input_ids"]}
+    with stand_ins(), packed_sdpa.attach(model.eval(), route=route, documents=None, strict=True), torch.no_grad():
+        arm_with(IDS, "auto:flash")
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**tokens)
+        assert packed_sdpa.report(model).backends == {"flash": 2}
+        model(**tokens)
+        report = packed_sdpa.report(model)
+        assert report.backends == {"flash": 2, "cpu": 2}
+        assert report.not_preferred == {"flash: it takes float16 and bfloat16, not Float": 2}
+        with torch.autocast("cpu", torch.float16):
+            model(**tokens)
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            model(**tokens)
+        assert packed_sdpa.report(model).backends == {"flash": 4, "cpu": 4}
+
+
+@pytest.mark.parametrize("operand", ["key", "value"])
+def test_dtypes_of_key_and_value_are_counted_for_themselves(monkeypatch, operand):
+    """A package may judge them before autocast makes them one."""
+    from packed_sdpa.armed import ArmedDocuments
+    from packed_sdpa.choice import choice_of
+
+    class Package(PackageBackend):
+        name, package = "te", "torch"
+
+        def unsupported_reasons(self, call):
+            return ["no float16"] if getattr(call, operand).dtype == torch.float16 else []
+
+        def attend(self, call, rows):
+            raise AssertionError("nothing is run here")
+
+    monkeypatch.setitem(package_registry.BACKENDS, "te", Package(("cpu",)))
+    documents = ArmedDocuments(IDS, "auto:te")
+    options = {"is_causal": True, "window_size": (-1, -1), "dropout_p": 0.0}
+    operands = {name: torch.zeros(1, 2, IDS.shape[1], 8, dtype=torch.bfloat16) for name in ("query", "key", "value")}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert choice_of(documents, **operands, **options).backend == "te"
+        operands[operand] = operands[operand].half()
+        assert choice_of(documents, **operands, **options) == ("cpu", "te: no float16")
 
 
 def test_chunks_keep_the_backend():

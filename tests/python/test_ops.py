@@ -11,6 +11,7 @@ import packed_sdpa
 from oracle import check_against_oracle, random_inputs
 from packed_sdpa import PackedLayout, packed_attention
 from packed_sdpa._library import ops
+from required import ISAS, need
 
 IDS = packing("short_then_long_batch")
 
@@ -90,9 +91,15 @@ def test_second_derivatives_are_refused():
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize("isa", ops.available_cpu_isas())
+def test_instruction_sets_are_those_that_can_be_required():
+    there = ops.available_cpu_isas()
+    assert there == [isa for isa in ISAS if isa in there]
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_instruction_set(isa, dtype):
+    need(isa)
     before = ops.cpu_isa()
     ops.set_cpu_isa(isa)
     try:

@@ -56,6 +56,7 @@ def installed(monkeypatch):
         ):  # fmt: skip
             super().__init__()
             self.made_with = dict(locals())
+            self.deterministic = torch.are_deterministic_algorithms_enabled()  # read here and not later, as in theirs
             assert qkv_format == "thd" and attention_dropout == 0.0
 
         def forward(
@@ -242,6 +243,20 @@ def test_one_module_for_all_layers_of_a_shape(installed):
     for _ in range(3):
         packed_attention(*random_inputs(ids, torch.bfloat16), layout, backend="te")
     assert len({id(call["self"]) for call in installed}) == 1
+
+
+def test_a_module_is_made_for_the_deterministic_mode(installed):
+    ids = packing("tile")
+    inputs, layout = random_inputs(ids, torch.bfloat16), PackedLayout.from_doc_ids(ids)
+    modes = (False, True, False, True)
+    try:
+        for mode in modes:
+            torch.use_deterministic_algorithms(mode)
+            packed_attention(*inputs, layout, backend="te")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert tuple(call["self"].deterministic for call in installed) == modes
+    assert len({id(call["self"]) for call in installed}) == 2
 
 
 def test_cpp_knows_the_names():

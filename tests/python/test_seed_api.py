@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -152,6 +153,24 @@ def test_case_20_heads_as_stock_takes_and_refuses_them(heads, kv_heads, enable_g
     else:
         out = _packed_varlen_sdpa(query, key, value, enable_gqa=enable_gqa)
         torch.testing.assert_close(out, expected(query, key, value))
+
+
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_all_head_counts_as_stock_takes_and_refuses_them(enable_gqa):
+    enable_cp1_packed_varlen(IDS, "flash")
+    taken = 0
+    for heads in itertools.product((1, 2, 3, 4), repeat=3):
+        query, key, value = (torch.randn(1, count, ROWS, 8, dtype=torch.float64) for count in heads)
+        try:
+            stock = STOCK(query, key, value, enable_gqa=enable_gqa)
+        except RuntimeError:
+            same_failure(_packed_varlen_sdpa, query, key, value, enable_gqa=enable_gqa)
+            continue
+        taken += 1
+        out = _packed_varlen_sdpa(query, key, value, enable_gqa=enable_gqa)
+        assert out.shape == stock.shape, heads
+        torch.testing.assert_close(out, expected(query, key, value), msg=lambda text, heads=heads: f"{heads}: {text}")
+    assert taken == (18 if enable_gqa else 22)  # as counted in tests/cpp/state_test.cpp
 
 
 def test_value_heads_that_differ_from_key_heads():
