@@ -218,7 +218,7 @@ class Attachment:
         are_arguments = self.enabled and self._are_arguments(scope.documents)
         if _torch_private.in_backward():
             check_repeat(module, armed)
-            if armed is not None and (are_arguments or noted is not None):
+            if armed is not None:
                 self._refuse_to_begin(module)
         if not torch.is_grad_enabled() and not _torch_private.in_func_transform():
             self._note(module, armed)
