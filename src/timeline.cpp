@@ -511,7 +511,8 @@ void Timeline::refuse_other_documents() {
   raise(
       "a forward that is recomputed found other documents than it ran under; was its doc_ids buffer "
       "overwritten, its handle switched on or off, or its model attached anew?",
-      " Leave the model as it is until backward has run.");
+      " Leave the model as it is until backward has run. Where one checkpointed region runs the model under "
+      "several documents, checkpoint each of its forwards by itself, or use the interface route.");
 }
 
 TimelinePtr Timeline::resolve(const Moment& now, const Caller& caller, const ArmedReading& reading) {

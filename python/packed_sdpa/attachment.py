@@ -25,6 +25,7 @@ from packed_sdpa.armed import (
 )
 from packed_sdpa.arming import ARMED_BY_HAND, documents_armed_by_hand, refuse_documents_in_tracer
 from packed_sdpa.documents import (
+    ENCODER_KEYWORDS,
     FOREIGN_KEYWORDS,
     OWN_KEYWORDS,
     SOURCE_KEYWORDS,
@@ -311,13 +312,16 @@ class Attachment:
             return ForwardScope(self.ledger, None, seen, self.on_mask, None), args, kwargs  # no values can be read
         dense_mask = None
         mask = arguments.get("attention_mask")
-        if documents is not None and is_indexed_mask(mask):
+        fits = documents is not None and isinstance(mask, Tensor) and tuple(mask.shape) == documents.shape
+        if fits and is_indexed_mask(mask):
             args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
         elif documents is not None and self.found.interface and mask is not None:
             dense_mask = self._dense_mask(mask)
             if dense_mask is not None:
                 args, kwargs = parameters.replaced(args, kwargs, "attention_mask", None)
-        return ForwardScope(self.ledger, documents, seen, self.on_mask, dense_mask), args, kwargs
+        scope = ForwardScope(self.ledger, documents, seen, self.on_mask, dense_mask)
+        scope.sees_encoder = any(arguments.get(name) is not None for name in ENCODER_KEYWORDS)
+        return scope, args, kwargs
 
     def _run(self, armed: ArmedDocuments | None, proceed: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if not self.found.hooks:
@@ -441,7 +445,7 @@ class Attachment:
     def _check_taken(self, scope: ForwardScope) -> None:
         for module, (taken, calls) in scope.ran.items():
             record = self.ledger.record(module)
-            if record.taken > taken:
+            if record.taken > taken or hf.is_cross_attention(module):
                 continue
             reason = record.last_passed if record.calls > calls else why_no_call(module)
             self._not_taken(record.name, type(module).__name__, reason)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from packed_sdpa.arming import documents_armed_by_hand
 from packed_sdpa.attachment import Attachment, attachment_of, why_no_call
 from packed_sdpa.documents import (
+    ENCODER_KEYWORDS,
     FOREIGN_KEYWORDS,
     OWN_KEYWORDS,
     SOURCE_KEYWORDS,
@@ -34,6 +35,7 @@ _ROUNDING = 64  # times epsilon: what another order of summation may change (exp
 _ISLANDS = 8  # times epsilon of float32: the same in float64, of a model that rounds to float32 here and there
 _REPEATS = 2  # runs of the unchanged batch that are compared with the first
 _UNREPEATED = 4  # times the largest difference of those: what a model that does not repeat itself may change
+_OF_ENCODERS = (*ENCODER_KEYWORDS, "encoder_attention_mask", "cross_attention_mask")  # whole for each document
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -204,8 +206,7 @@ class _Probe:
             self.batch = {n: v for n, v in self.batch.items() if n not in OWN_KEYWORDS or n in parameters.names}
         self.positions = "position_ids" in parameters.names
         self.float_input = next(
-            (n for n, v in self.batch.items() if isinstance(v, Tensor) and v.is_floating_point() and self._fits(v)),
-            None,
+            (n for n, v in self.batch.items() if n not in ENCODER_KEYWORDS and _is_floating(v) and self._fits(v)), None
         )
 
     def _fits(self, tensor: Tensor) -> bool:
@@ -495,7 +496,9 @@ def _arguments_alone(probe: _Probe, rows: Tensor) -> dict[str, Any]:
     for name, value in probe.batch.items():
         if name in (*SOURCE_KEYWORDS, *FOREIGN_KEYWORDS) and name != "position_ids":
             continue
-        if isinstance(value, Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == probe.shape:
+        if isinstance(value, Tensor) and name in _OF_ENCODERS:
+            value = value[row : row + 1]
+        elif isinstance(value, Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == probe.shape:
             value = value[row : row + 1, columns.to(value.device)]
         elif name == "position_ids" and isinstance(value, Tensor):
             batch_axis = value.dim() - 2

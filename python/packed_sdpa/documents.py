@@ -27,6 +27,9 @@ FOREIGN_KEYWORDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
 SOURCE_KEYWORDS = (*OWN_KEYWORDS, "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "attention_mask", "position_ids")
 """Where documents are looked for, in this order."""
 
+ENCODER_KEYWORDS = ("encoder_hidden_states", "cross_attention_states")
+"""Arguments of a decoder that its tokens look at, all of them whatever their document."""
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -133,9 +136,9 @@ def find_documents(
     claims = [] if told is None else [_told_claim(told, told_by, shape)]
     for name in SOURCE_KEYWORDS:
         value = arguments.get(name)
-        if value is None:
+        if value is None or (name == "position_ids" and _has_mask_of_a_cache(arguments, shape)):
             continue
-        claim = _READERS[name](name, value, shape, padding_mask)
+        claim = _READERS[name](name, value, shape, None if _is_additive(arguments) else padding_mask)
         if claim is not None:
             claims.append(claim)
     if not claims:
@@ -163,17 +166,36 @@ def _batch_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _padding_mask(arguments: Mapping[str, Any], shape: tuple[int, int] | None) -> Tensor | None:
-    """Bool [B, S] on the host, True for real tokens, from a 2-D attention mask; one row stands for every row."""
+    """Bool [B, S] on the host, True for real tokens, from a 2-D attention mask; one row stands for every row. Of one
+    that begins with cached tokens the last columns are those of this forward."""
     mask = arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
     real = mask.detach().cpu() != 0
+    if shape is not None and real.shape[1] > shape[1]:
+        real = real[:, real.shape[1] - shape[1] :]
     return real.expand(shape) if shape is not None and real.shape == (1, shape[1]) else real
+
+
+def _has_mask_of_a_cache(arguments: Mapping[str, Any], shape: tuple[int, int] | None) -> bool:
+    """Whether the caller made the masks, of more keys than tokens or one for each kind of layer, as generation with a
+    static cache does. Positions that restart are then those of padding, for all that can be told."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor):
+        return shape is not None and mask.dim() == 4 and mask.shape[-1] > shape[1]
+    return isinstance(mask, Mapping)
+
+
+def _is_additive(arguments: Mapping[str, Any]) -> bool:
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not mask.is_floating_point() or mask.is_meta:
+        return False
+    return mask.numel() > 0 and float(mask.min()) < 0
 
 
 def _fitting(mask: Tensor, real: Tensor, ids: Tensor) -> Tensor:
     """``real`` in the shape of the documents."""
-    if mask.is_floating_point() and mask.numel() > 0 and float(mask.min()) < 0:
+    if _is_additive({"attention_mask": mask}):
         raise TypeError(
             f"attention_mask {list(mask.shape)} is additive (its smallest value is {float(mask.min()):g}); pass 1 for "
             "real tokens and 0 for padding"
@@ -358,12 +380,14 @@ def _read_position_ids(name: str, value: Any, shape: tuple[int, int] | None, mas
 
 
 def _restarts(positions: Tensor, real: Tensor) -> tuple[Tensor, bool]:
-    """Where a row's next real token is not one further than the real token before it."""
+    """Where a row's next real token is not one further than the real token before it, nor, where positions count
+    through padding, as far as it stands behind it."""
     place = real.flatten().nonzero().squeeze(1)
     row = place // positions.shape[1]
     values = positions.flatten()[place]
     same_row = row[1:] == row[:-1]
-    jump = same_row & (values[1:] != values[:-1] + 1)
+    further = values[1:] - values[:-1]
+    jump = same_row & (further != 1) & (further != place.diff())
     starts = torch.zeros(positions.numel(), dtype=torch.bool, device="cpu")
     starts[place[1:][jump]] = True
     return starts.view_as(positions), bool(jump.any())
@@ -428,8 +452,8 @@ def _check_agreement(first: _Claim, other: _Claim) -> None:
     same_row = row[1:] == row[:-1]
     differs = same_row & ((one[1:] != one[:-1]) != (two[1:] != two[:-1]))
     if bool(differs.any()):
-        at = int(place[1:][differs][0])
-        _raise_disagreement(first, other, at // first.ids.shape[1], at % first.ids.shape[1])
+        at = int(differs.nonzero()[0])
+        _raise_disagreement(first, other, int(place[at]), int(place[at + 1]))
     if first.boundaries_only or other.boundaries_only:
         return
     pairs = torch.stack([row, one, two], dim=1).unique(dim=0)
@@ -441,11 +465,14 @@ def _check_agreement(first: _Claim, other: _Claim) -> None:
             )
 
 
-def _raise_disagreement(first: _Claim, other: _Claim, row: int, column: int) -> None:
-    def says(claim: _Claim) -> str:
-        begins = claim.ids[row, column] != claim.ids[row, column - 1]
-        return f"{claim.name} says that a document {'begins' if begins else 'goes on'}"
+def _raise_disagreement(first: _Claim, other: _Claim, before: int, at: int) -> None:
+    """At a flat place, in which the token before is that at another."""
 
+    def says(claim: _Claim) -> str:
+        ids = claim.ids.flatten()
+        return f"{claim.name} says that a document {'begins' if ids[at] != ids[before] else 'goes on'}"
+
+    row, column = divmod(at, first.ids.shape[1])
     raise ValueError(
         f"{first.name} and {other.name} disagree about the documents: at row {row}, token {column}, {says(first)} and "
         f"{says(other)}; pass one of them, or make them agree"

@@ -21,7 +21,7 @@ from packed_sdpa import _torch_private
 from packed_sdpa.armed import NEVER_HOOKED, ArmedDocuments, documents_of_call, keep_documents, keep_for_functions
 from packed_sdpa.arming import ARMED_BY_HAND, documents_armed_by_hand, refuse_documents_in_tracer
 from packed_sdpa.choice import choice_of
-from packed_sdpa.documents import Documents, from_doc_ids, padding_with_a_document
+from packed_sdpa.documents import ENCODER_KEYWORDS, Documents, from_doc_ids, padding_with_a_document
 from packed_sdpa.functional import attention_on_tensors
 from packed_sdpa.guard import arounds_of
 from packed_sdpa.layout import LayoutTensors
@@ -171,11 +171,13 @@ def document_mask(
         **kwargs,
     )
     if documents is None or not whole:
-        return stock()
+        return stock() if scope is None or scope.dense_mask is None else scope.dense_mask
     unattached = None
     if scope is None and isinstance(implementation(kwargs.get("config")), SwitchedImplementation):
         unattached = (stock(),)  # the config may be another model's too, for which nothing was armed
     rule, others = _read_mask_function(mask_function)
+    if scope is not None and scope.sees_encoder and not rule.is_causal:
+        return stock()
     whole_documents = documents
     if rule.chunk_size:
         documents = documents.in_chunks(rule.chunk_size)
@@ -406,6 +408,12 @@ def document_attention(
         return sdpa.sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    if is_cross_attention(module):
+        raise RuntimeError(
+            f"packed_sdpa: {type(module).__name__} looks at an encoder's tokens, and was handed the documents as its "
+            f"mask; give the encoder's output to the model as one of {', '.join(ENCODER_KEYWORDS)}, or use "
+            "attach(model, route='hooks')"
+        )
     for name, what in _REFUSED_KEYWORDS.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(
@@ -431,6 +439,12 @@ def document_attention(
             keep_documents(out, attention_mask.documents)
         _count_taken(module, query, key, value, attention_mask, dropout)
     return out.transpose(1, 2), None
+
+
+def is_cross_attention(module: nn.Module) -> bool:
+    """Its keys come from an encoder."""
+    name = type(module).__name__.lower().replace("_", "")
+    return getattr(module, "is_cross_attention", False) is True or "crossattention" in name
 
 
 def _is_attached(module: nn.Module) -> bool:
@@ -461,6 +475,8 @@ def _count_passed(module: nn.Module, query: Tensor, key: Tensor) -> None:
     documents = scope.documents
     if documents is None:
         reason = "no documents in this forward"
+    elif is_cross_attention(module):
+        reason = "it looks at an encoder's tokens, all of them whatever their document"
     elif (query.shape[0], query.shape[2]) != documents.shape:
         reason = (
             f"query of B {query.shape[0]}, S {query.shape[2]} is not the documents' B {documents.shape[0]}, "

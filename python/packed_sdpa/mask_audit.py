@@ -45,8 +45,12 @@ def differing_pair(
     device: torch.device,
     rows: slice | None = None,
     pieces: Tensor | None = None,
+    joins: list[bool] | None = None,
 ) -> Pair | None:
     """First (b, i, j, seen by the model's mask) inside a document where mask and rule differ, or None.
+
+    joins: ``[False, False]``; becomes whether the mask lets tokens see another document where the rule for one document
+    would, and whether it hides any there.
 
     doc_ids: ``[B, S]``. rows: which to look at; None all, in chunks.
     visible: n rows -> bool ``[B or 1, H or 1, n, S]``, True where the model's mask lets see.
@@ -59,17 +63,21 @@ def differing_pair(
     parts = [slice(row, min(size, row + step), 1) for row in range(0, size, step)] if rows is None else [rows]
     for part in parts:
         found, shape = _compare(ids, rule, visible(part), part, pieces)
-        pair = _pair(found.cpu().tolist(), shape, part)
+        values = found.cpu().tolist()
+        pair = _pair(values, shape, part)
         if pair is not None:
             return pair
+        if joins is not None:
+            joins[:] = [joins[0] or bool(values[3]), joins[1] or bool(values[4])]
     return None
 
 
 def _compare(
     ids: Tensor, rule: MaskRule, seen: Tensor, rows: slice, pieces: Tensor | None = None
 ) -> tuple[Tensor, torch.Size]:
-    """int64 ``[3]``: whether mask and rule differ, where first, and whether the mask lets see there; and the shape
-    ``[B, H, n, S]`` in which that place counts. pieces: as in :func:`differing_pair`. Reads nothing."""
+    """int64 ``[5]``: whether mask and rule differ, where first, whether the mask lets see there, and the two of
+    ``joins``; and the shape ``[B, H, n, S]`` in which that place counts. pieces, joins: as in :func:`differing_pair`.
+    Reads nothing."""
     keys = torch.arange(ids.shape[1], device=ids.device)
     queries = keys[rows, None]
     left, right = rule.window_size
@@ -82,16 +90,19 @@ def _compare(
         want &= keys - queries <= right
     if pieces is not None:
         want = want & (pieces[:, None, rows, None] == pieces[:, None, None, :])
-    inside = (ids[:, rows, None] == ids[:, None, :]) & (ids[:, rows, None] != 0)
-    differs = (seen != want) & inside[:, None]
+    are_tokens = (ids[:, rows, None] != 0) & (ids[:, None, :] != 0)
+    are_one = ids[:, rows, None] == ids[:, None, :]
+    differs = (seen != want) & (are_one & are_tokens)[:, None]
     if differs.numel() == 0:
-        return torch.zeros(3, dtype=torch.int64, device=ids.device), differs.shape
+        return torch.zeros(5, dtype=torch.int64, device=ids.device), differs.shape
+    between = want & (are_tokens & (are_one != are_tokens))[:, None]
     place = differs.flatten().view(torch.uint8).argmax()
-    return torch.stack([differs.any().long(), place, seen.expand_as(differs).take(place).long()]), differs.shape
+    found = [differs.any(), place, seen.expand_as(differs).take(place), (between & seen).any(), (between > seen).any()]
+    return torch.stack([value.long() for value in found]), differs.shape
 
 
 def _pair(found: list[int], shape: torch.Size, rows: slice) -> Pair | None:
-    differs, place, seen = found
+    differs, place, seen = found[:3]
     if not differs:
         return None
     _, heads, count, size = shape
@@ -227,7 +238,10 @@ class DenseMaskAudit:
                 self._look_late(name, documents, rule, dense, rows, mask.device, pieces)
             else:
                 cut = None if pieces is None else pieces.doc_ids
-                pair = differing_pair(documents.doc_ids, rule, dense.visible, mask.device, rows, cut)
+                joins = [False, False]
+                pair = differing_pair(documents.doc_ids, rule, dense.visible, mask.device, rows, cut, joins)
+                if pair is None and all(joins):
+                    raise MaskNotHonouredError(f"{name}: {MEANS_OTHERS}")
         except MaskNotHonouredError as error:
             raise_or_warn(self._on_mask, str(error), self._warned)
             return
@@ -268,11 +282,13 @@ class DenseMaskAudit:
             found = torch.cat([found, has_bias.long()[None]])
 
         def tell(values: list[int]) -> None:
-            pair = _pair(values[:3], shape, rows)
-            if any(values[3:]):
+            pair = _pair(values, shape, rows)
+            if any(values[5:]):
                 raise_or_warn(self._on_mask, f"{OF_EARLIER}: {HAS_BIAS}", self._warned)
             elif pair is not None:
                 raise_or_warn(self._on_mask, f"{OF_EARLIER}: {name}: {describe_pair(pair, rule)}", self._warned)
+            elif all(values[3:5]):
+                raise_or_warn(self._on_mask, f"{OF_EARLIER}: {name}: {MEANS_OTHERS}", self._warned)
 
         self._late.append(_Late(found, tell))
 
@@ -286,6 +302,10 @@ _TAKES_NO_BIAS = "the packed kernel takes no bias, so run this model without pac
 HAS_BIAS = (
     "attention_mask is additive and holds values other than 0 and minus infinity (a bias such as ALiBi or T5's); "
     f"{_TAKES_NO_BIAS}"
+)
+MEANS_OTHERS = (
+    "the model's mask lets some tokens see another document and hides others from it, so it means other documents than "
+    "those that are told; tell doc_ids that agree with it, or run this forward without documents"
 )
 OF_EARLIER = "in an earlier forward"
 _SAMPLED_ROWS = 16

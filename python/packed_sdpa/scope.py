@@ -50,6 +50,7 @@ class ForwardScope:
         "on_mask",
         "ran",
         "seen",
+        "sees_encoder",
         "taken_before",
     )
 
@@ -61,6 +62,7 @@ class ForwardScope:
         self.seen = seen  # names of the arguments in which documents were looked for
         self.on_mask = on_mask
         self.dense_mask = dense_mask  # the caller's own 4-D mask, audited where the layer's rule is known
+        self.sees_encoder = False  # its tokens see, whole, what an encoder made (cross-attention)
         self.greenlet = current_greenlet()
         self.inside: list[tuple[nn.Module, str]] = []  # modules whose call or forward runs
         self.gave_masks = False  # that carry the documents, to layers of the interface

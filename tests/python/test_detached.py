@@ -218,6 +218,32 @@ def test_a_forward_before_an_attachment_that_reads_its_arguments(route, is_reent
     assert worst(gradients(model, stock), unpacked) < 1e-9
 
 
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("told", ["armed before", "armed after", "function"])
+@pytest.mark.parametrize("wrap", [reentrant, without_context, non_reentrant])
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_a_forward_before_an_attachment(route, wrap, told, later):
+    """``later``: another forward, packed, runs between attach and the backward of the first."""
+    case = Whole(route)
+    documents = case.documents[0]
+    expected = case.expected()
+    if told == "armed before":
+        packed_sdpa.arm(documents)
+    loss = case.loss(wrap)
+    if told == "armed after":
+        packed_sdpa.arm(documents)
+    packed_sdpa.attach(case.model, route=route, documents=(lambda *_, **__: documents) if told == "function" else None)
+    if later:
+        case.loss(wrap)
+    try:
+        case.assert_gradients(loss, expected)
+    except RuntimeError as error:  # CheckpointError is torch's own: other tensors were saved
+        assert isinstance(error, CheckpointError) or re.match(TOLD_BEFORE, str(error)), error
+
+
+TOLD_BEFORE = r"^packed_sdpa: .*(while it was not attached|ran no hooked attention|cannot tell whether)"
+
+
 @pytest.mark.parametrize("then", [None, lambda **_: ids_of(OTHER)])
 def test_what_a_recompute_after_detach_says(then):
     pytest.importorskip("transformers")

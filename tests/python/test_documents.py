@@ -236,6 +236,40 @@ def test_a_document_that_comes_back_is_told_by_whoever_can(name):
         found_or_armed(alone, from_doc_ids(ids(3, 3, 3, 4, 4), "armed"))
 
 
+def test_positions_that_count_through_padding():
+    """As arange does: the token behind the padding is as far on as it stands behind."""
+    hole = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]])
+    through, without = ids(0, 1, 2, 3, 4, 5, 6, 7), ids(0, 1, 2, 0, 3, 4, 5, 6)
+    arguments = {"input_ids": TOKENS, "attention_mask": hole}
+    for positions in (through, without):
+        assert find_documents({**arguments, "position_ids": positions}) is None
+        told = find_documents({**arguments, "position_ids": positions, "doc_ids": ids(1, 1, 1, 1, 1, 1, 1, 1)})
+        assert partition(told) == [[1, 1, 1, 0, 1, 1, 1, 1]]
+    restarts = find_documents({**arguments, "position_ids": ids(0, 1, 2, 3, 4, 0, 1, 2)})
+    assert partition(restarts) == [[1, 1, 1, 0, 1, 2, 2, 2]]
+    said = r"token 4, doc_ids says that a document begins and position_ids says that a document goes on"
+    with pytest.raises(ValueError, match=said):
+        later = {"position_ids": ids(0, 1, 2, 3, 4, 5, 0, 1), "doc_ids": ids(1, 1, 1, 1, 2, 2, 3, 3)}
+        find_documents({**arguments, **later})
+
+
+def test_masks_of_cached_tokens():
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    longer = torch.tensor(
+        [[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]]
+    )  # two tokens are cached; the first row is padded to the left
+    positions = torch.tensor([[0, 0, 1], [2, 3, 4]])
+    assert find_documents({"input_ids": tokens, "attention_mask": longer, "position_ids": positions}) is None
+    told = {"input_ids": tokens, "doc_ids": torch.tensor([[1, 1, 2], [3, 3, 3]])}
+    assert partition(find_documents({**told, "attention_mask": longer})) == [[0, 1, 2], [1, 1, 1]]
+    prepared = torch.ones(2, 1, 3, 9, dtype=torch.bool)
+    for mask in (prepared, {"full_attention": prepared}):
+        assert find_documents({"input_ids": tokens, "attention_mask": mask, "position_ids": positions}) is None
+        assert find_documents({**told, "attention_mask": mask}) is not None
+    square = prepared[..., :3]
+    assert find_documents({"input_ids": tokens, "attention_mask": square, "position_ids": positions}) is not None
+
+
 def test_padding_masks_of_another_kind():
     tokens = torch.zeros(2, 4, dtype=torch.long)
     told = {"input_ids": tokens, "doc_ids": torch.tensor([[1, 1, 2, 2], [3, 3, 3, 3]])}
@@ -245,7 +279,10 @@ def test_padding_masks_of_another_kind():
     assert partition(halves) == partition(one_row)
     with pytest.raises(TypeError, match=r"attention_mask \[2, 4\] is additive \(its smallest value is -10000\)"):
         find_documents({**told, "attention_mask": torch.tensor([[0.0, 0.0, 0.0, -1e4]]).expand(2, 4)})
-    for shape in ((2, 3), (2, 5), (1, 3)):
+    with pytest.raises(TypeError, match=r"attention_mask .* is additive"):
+        by_position = {"input_ids": tokens, "position_ids": torch.tensor([[0, 1, 0, 1]])}
+        find_documents({**by_position, "attention_mask": torch.tensor([[0.0, 0.0, 0.0, -1e9]])})
+    for shape in ((2, 3), (3, 4), (1, 3)):
         with pytest.raises(ValueError, match=rf"attention_mask has shape \[{shape[0]}, {shape[1]}\] but the documents"):
             find_documents({**told, "attention_mask": torch.ones(shape)})
 

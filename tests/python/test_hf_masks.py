@@ -1,5 +1,6 @@
 """Masks that mean more than the rule, towers that are none of ours, and models with two sides."""
 
+import contextlib
 import copy
 
 import pytest
@@ -71,6 +72,116 @@ def test_a_dense_mask_that_sees_across_chunks():
     with packed_sdpa.attach(model, strict=True):
         logits = model(**batch, doc_ids=ids[None], attention_mask=same[None, None]).logits
         assert difference(logits, expected) < 1e-6
+
+
+SHARED = [0, 1, 2, 3, 4, 5, 6, 3, 4, 5]  # two answers to one question: the second sees the question, not the first
+
+
+def tree_mask():
+    mask = torch.ones(10, 10, dtype=torch.bool).tril()
+    mask[7:, 3:7] = False
+    return mask[None, None]
+
+
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_a_mask_of_a_tree(route):
+    """It joins what positions cut: the model's mask means other documents, and is not overridden in silence."""
+    model = ARCHITECTURES["llama"].make().eval()
+    tokens = packed_batch((10,))["input_ids"]
+    arguments = {"input_ids": tokens, "position_ids": torch.tensor([SHARED]), "use_cache": False}
+    stock = model(**arguments, attention_mask=tree_mask()).logits
+    alone = model(input_ids=tokens[:, [0, 1, 2, 7, 8, 9]]).logits
+    assert difference(stock[:, 7:], alone[:, 3:]) < 1e-6
+    with packed_sdpa.attach(model, route=route):
+        with pytest.raises(
+            packed_sdpa.MaskNotHonouredError, match="lets some tokens see another document and hides oth"
+        ):
+            model(**arguments, attention_mask=tree_mask())
+        whole = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()  # a causal mask says nothing of documents
+        model(**arguments, attention_mask=whole)
+    with packed_sdpa.attach(model, route=route, documents=None):
+        assert torch.equal(model(**arguments, attention_mask=tree_mask()).logits, stock)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_the_caller_s_own_mask_where_documents_do_not_fit(route, cached):
+    """Tokens are cached, or ids of another shape are armed: passed through as it is."""
+    model = ARCHITECTURES["llama"].make().eval()
+    tokens = packed_batch((9,))["input_ids"]
+    mask = torch.rand(1, 1, 4, 9, generator=torch.Generator().manual_seed(0)) > 0.3
+    positions = torch.tensor([[4, 5, 5, 6]])
+
+    def run():
+        if not cached:
+            square = mask[..., :4] | torch.eye(4, dtype=torch.bool)
+            return model(input_ids=tokens[:, :4], attention_mask=square, use_cache=False).logits
+        past = model(input_ids=tokens[:, :5], use_cache=True).past_key_values
+        return model(input_ids=tokens[:, 5:], attention_mask=mask, position_ids=positions, past_key_values=past).logits
+
+    stock = run()
+    with packed_sdpa.attach(model, route=route, documents="auto" if cached else None):
+        if not cached:
+            packed_sdpa.arm(torch.ones(2, 7).long())
+        try:
+            with (
+                pytest.warns(UserWarning, match="without packed attention") if not cached else contextlib.nullcontext()
+            ):
+                assert torch.equal(run(), stock)
+        finally:
+            packed_sdpa.disarm()
+
+
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_generation_from_padded_prompts(route, name, cache_implementation):
+    model = ARCHITECTURES[name].make().eval()
+    prompt = packed_batch((9,), rows=3)["input_ids"]
+    mask = torch.ones_like(prompt)
+    mask[0, :4], mask[1, :1] = 0, 0
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache_implementation, "pad_token_id": 0}
+    options |= {"attention_mask": mask, "disable_compile": True, "eos_token_id": None}
+    stock = model.generate(prompt, **options)
+    with packed_sdpa.attach(model, route=route, strict=True):
+        assert torch.equal(model.generate(prompt, **options), stock)
+
+
+def with_cross_attention(name):
+    torch.manual_seed(0)
+    small = {"vocab_size": 64, "attn_implementation": "sdpa", "add_cross_attention": True}
+    small |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **small)
+        return transformers.GPT2LMHeadModel(config).double().eval()
+    kind = {"bert": ("BertConfig", "BertLMHeadModel"), "roberta": ("RobertaConfig", "RobertaForCausalLM")}[name]
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = getattr(transformers, kind[0])(is_decoder=True, max_position_embeddings=64, **sizes, **small)
+    return getattr(transformers, kind[1])(config).double().eval()
+
+
+ATTENTIONS = ("GPT2Attention", "SelfAttention", "CrossAttention")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("encoder_rows", [5, 8, 13])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "roberta"])
+@pytest.mark.parametrize("route", ["interface", "hooks"])
+def test_cross_attention_sees_the_whole_encoder(route, name, encoder_rows, masked):
+    model = with_cross_attention(name)
+    batch = packed_batch((3, 5))
+    encoder = {"encoder_hidden_states": torch.randn(1, encoder_rows, 32, dtype=torch.float64)}
+    if masked:
+        encoder["encoder_attention_mask"] = (torch.arange(encoder_rows)[None] > 0).long()
+    parts = [model(input_ids=part, use_cache=False, **encoder).logits for part in batch["input_ids"].split([3, 5], 1)]
+    match = None if route == "interface" else lambda _, module: type(module).__name__.endswith(ATTENTIONS)
+    with packed_sdpa.attach(model, route=route, match=match, strict=True) as handle:
+        logits = model(**batch, use_cache=False, **encoder).logits
+        report = packed_sdpa.report(handle)
+        assert packed_sdpa.check_isolation(model, {**batch, **encoder}).ok
+    assert report.taken == 2
+    if name != "roberta":  # whose positions begin behind its padding id
+        assert difference(logits, torch.cat(parts, 1)) < 1e-6
 
 
 def gemma3_with_images():
