@@ -130,7 +130,10 @@ constexpr const char* kCure =
     "and "
     "keep the hooks attached until backward has run.";
 
-constexpr const char* kLeaveTheModel = " Leave the model as it is until backward has run.";
+constexpr const char* kLeaveTheModel =
+    " Leave the model as it is until backward has run. Where one checkpointed region runs the model under "
+    "several "
+    "documents, checkpoint each of its forwards by itself, or use the interface route.";
 
 // What is raised is a TimelineError of this text, with the cure behind it.
 template <typename Function>
