@@ -38,6 +38,7 @@ class Documents:
     armed: ArmedDocuments
     source: str  # the argument that told, for messages
     boundaries_only: bool = False  # it cannot say that a document comes back
+    positions: Tensor | None = field(default=None, compare=False, repr=False)  # [B, S], of position_ids that told
     _chunks: dict[int, Documents] = field(default_factory=dict, compare=False, repr=False)
 
     def in_chunks(self, size: int) -> Documents:
@@ -75,11 +76,13 @@ class Documents:
 
 @dataclass(frozen=True)
 class _Claim:
-    """What one argument says about the documents. ``boundaries_only``: it cannot say that a document comes back."""
+    """What one argument says about the documents. ``boundaries_only``: it cannot say that a document comes back.
+    positions: those of ``position_ids`` ``[B, S]``."""
 
     name: str
     ids: Tensor  # int64 [B, S], host, 0 = padding
     boundaries_only: bool = False
+    positions: Tensor | None = None
 
 
 def from_doc_ids(doc_ids: Tensor, source: str = "doc_ids", backend: str = "auto") -> Documents:
@@ -148,12 +151,12 @@ def find_documents(
     ids = first.ids
     if padding_mask is not None:
         ids = ids.masked_fill(~_fitting(arguments["attention_mask"], padding_mask, ids), 0)
-    chosen = _Claim(first.name, ids, first.boundaries_only)
+    chosen = _Claim(first.name, ids, first.boundaries_only, first.positions)
     for other in claims[:at]:
         _check_agreement(other, chosen)
     for other in claims[at + 1 :]:
         _check_agreement(chosen, other)
-    return Documents(ArmedDocuments(ids, backend), first.name, first.boundaries_only)
+    return Documents(ArmedDocuments(ids, backend), first.name, first.boundaries_only, first.positions)
 
 
 def _batch_shape(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -181,9 +184,10 @@ def _has_mask_of_a_cache(arguments: Mapping[str, Any], shape: tuple[int, int] | 
     """Whether the caller made the masks, of more keys than tokens or one for each kind of layer, as generation with a
     static cache does. Positions that restart are then those of padding, for all that can be told."""
     mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor):
-        return shape is not None and mask.dim() == 4 and mask.shape[-1] > shape[1]
-    return isinstance(mask, Mapping)
+    masks = mask.values() if isinstance(mask, Mapping) else [mask]
+    return shape is not None and any(
+        isinstance(entry, Tensor) and entry.dim() == 4 and entry.shape[-1] > shape[1] for entry in masks
+    )
 
 
 def _is_additive(arguments: Mapping[str, Any]) -> bool:
@@ -376,7 +380,8 @@ def _read_position_ids(name: str, value: Any, shape: tuple[int, int] | None, mas
     if not restarts:
         return None
     numbers = starts.flatten().cumsum(0).view_as(starts) + torch.arange(1, rows.shape[0] + 1, device="cpu").unsqueeze(1)
-    return _Claim(name, numbers.masked_fill(~real, 0), boundaries_only=True)
+    told = positions if positions.dim() == 2 else None
+    return _Claim(name, numbers.masked_fill(~real, 0), boundaries_only=True, positions=told)
 
 
 def _restarts(positions: Tensor, real: Tensor) -> tuple[Tensor, bool]:
@@ -434,7 +439,9 @@ def found_or_armed(found: Documents | None, armed: Documents | None) -> Document
     """
     if found is None or armed is None:
         return armed if found is None else found
-    _check_agreement(*(_Claim(each.source, each.doc_ids, each.boundaries_only) for each in (found, armed)))
+    _check_agreement(
+        *(_Claim(each.source, each.doc_ids, each.boundaries_only, each.positions) for each in (found, armed))
+    )
     return armed if found.boundaries_only else found
 
 
@@ -451,6 +458,9 @@ def _check_agreement(first: _Claim, other: _Claim) -> None:
     one, two = first.ids.flatten()[place], other.ids.flatten()[place]
     same_row = row[1:] == row[:-1]
     differs = same_row & ((one[1:] != one[:-1]) != (two[1:] != two[:-1]))
+    for ids, positions in ((one, other.positions), (two, first.positions)):
+        if positions is not None:  # those of a document that comes back may happen to follow its neighbour's
+            differs &= ~((ids[1:] != ids[:-1]) & _continues(row, ids, positions.flatten()[place])[1:])
     if bool(differs.any()):
         at = int(differs.nonzero()[0])
         _raise_disagreement(first, other, int(place[at]), int(place[at + 1]))
@@ -463,6 +473,15 @@ def _check_agreement(first: _Claim, other: _Claim) -> None:
                 f"{first.name} and {other.name} disagree about the documents: one document of {name} is several of the "
                 "other's; pass one of them, or make them agree"
             )
+
+
+def _continues(row: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
+    """Of tokens in their order: whether each is one further than the one before it in the same document."""
+    order = torch.stack([row, ids]).unique(dim=1, return_inverse=True)[1].argsort(stable=True)
+    same = (row[order][1:] == row[order][:-1]) & (ids[order][1:] == ids[order][:-1])
+    continues = torch.zeros(row.numel(), dtype=torch.bool, device="cpu")
+    continues[order[1:]] = same & (positions[order][1:] == positions[order][:-1] + 1)
+    return continues
 
 
 def _raise_disagreement(first: _Claim, other: _Claim, before: int, at: int) -> None:

@@ -236,6 +236,20 @@ def test_a_document_that_comes_back_is_told_by_whoever_can(name):
         found_or_armed(alone, from_doc_ids(ids(3, 3, 3, 4, 4), "armed"))
 
 
+def test_positions_of_a_document_that_comes_back():
+    """They may happen to follow those of the document between."""
+    returning, positions = ids(1, 1, 2, 2, 1, 1), ids(0, 1, 0, 1, 2, 3)
+    found = find_documents({"doc_ids": returning, "position_ids": positions})
+    assert partition(found) == [[1, 1, 2, 2, 1, 1]] and found.source == "doc_ids"
+    armed = from_doc_ids(returning, "armed")
+    assert found_or_armed(find_documents({"position_ids": positions}), armed) is armed
+    two = {"doc_ids": torch.cat([returning, returning + 5]), "position_ids": torch.cat([positions, positions])}
+    assert partition(find_documents(two)) == [[1, 1, 2, 2, 1, 1]] * 2
+    for wrong in (ids(0, 1, 0, 1, 2, 0), ids(0, 1, 2, 3, 2, 3), ids(0, 1, 0, 0, 2, 3)):
+        with pytest.raises(ValueError, match="doc_ids and position_ids disagree"):
+            find_documents({"doc_ids": returning, "position_ids": wrong})
+
+
 def test_positions_that_count_through_padding():
     """As arange does: the token behind the padding is as far on as it stands behind."""
     hole = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]])
@@ -267,6 +281,8 @@ def test_masks_of_cached_tokens():
         assert find_documents({"input_ids": tokens, "attention_mask": mask, "position_ids": positions}) is None
         assert find_documents({**told, "attention_mask": mask}) is not None
     square = prepared[..., :3]
+    by_kind = {"full_attention": square, "sliding_attention": None}
+    assert find_documents({"input_ids": tokens, "attention_mask": by_kind, "position_ids": positions}) is not None
     assert find_documents({"input_ids": tokens, "attention_mask": square, "position_ids": positions}) is not None
 
 
