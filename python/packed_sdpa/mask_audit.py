@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ class MaskRule:
         return kind if self.window_size == (-1, -1) else f"{kind} with window_size={self.window_size}"
 
 
+NO_REACH = (-1, 1 << 62)
 Pair = tuple[int, int, int, bool]  # (b, i, j, seen by the model's mask)
 
 
@@ -45,13 +46,12 @@ def differing_pair(
     device: torch.device,
     rows: slice | None = None,
     pieces: Tensor | None = None,
-    joins: list[bool] | None = None,
+    reach: list[int] | None = None,
 ) -> Pair | None:
     """First (b, i, j, seen by the model's mask) inside a document where mask and rule differ, or None.
 
-    joins: ``[False, False]``; becomes whether the mask lets tokens see another document where the rule for one document
-    would, and whether it hides any there.
-
+    reach: ``NO_REACH``; becomes how far back, at most, the mask lets tokens see another document where the rule for one
+    document would, and how far back, at least, it hides any there.
     doc_ids: ``[B, S]``. rows: which to look at; None all, in chunks.
     visible: n rows -> bool ``[B or 1, H or 1, n, S]``, True where the model's mask lets see.
     pieces: ``[B, S]``, the parts of documents that see each other; None: whole documents.
@@ -67,8 +67,8 @@ def differing_pair(
         pair = _pair(values, shape, part)
         if pair is not None:
             return pair
-        if joins is not None:
-            joins[:] = [joins[0] or bool(values[3]), joins[1] or bool(values[4])]
+        if reach is not None:
+            reach[:] = [max(reach[0], values[3]), min(reach[1], values[4])]
     return None
 
 
@@ -76,7 +76,7 @@ def _compare(
     ids: Tensor, rule: MaskRule, seen: Tensor, rows: slice, pieces: Tensor | None = None
 ) -> tuple[Tensor, torch.Size]:
     """int64 ``[5]``: whether mask and rule differ, where first, whether the mask lets see there, and the two of
-    ``joins``; and the shape ``[B, H, n, S]`` in which that place counts. pieces, joins: as in :func:`differing_pair`.
+    ``reach``; and the shape ``[B, H, n, S]`` in which that place counts. pieces, reach: as in :func:`differing_pair`.
     Reads nothing."""
     keys = torch.arange(ids.shape[1], device=ids.device)
     queries = keys[rows, None]
@@ -94,11 +94,19 @@ def _compare(
     are_one = ids[:, rows, None] == ids[:, None, :]
     differs = (seen != want) & (are_one & are_tokens)[:, None]
     if differs.numel() == 0:
-        return torch.zeros(5, dtype=torch.int64, device=ids.device), differs.shape
+        return torch.tensor([0, 0, 0, *NO_REACH], device=ids.device), differs.shape
     between = want & (are_tokens & (are_one != are_tokens))[:, None]
     place = differs.flatten().view(torch.uint8).argmax()
-    found = [differs.any(), place, seen.expand_as(differs).take(place), (between & seen).any(), (between > seen).any()]
+    distance = (queries - keys).abs()
+    seen_there, hidden_there = ((between & part).flatten(0, 1).any(0) for part in (seen, seen.logical_not()))
+    reach = [distance.where(seen_there, NO_REACH[0]).amax(), distance.where(hidden_there, NO_REACH[1]).amin()]
+    found = [differs.any(), place, seen.expand_as(differs).take(place), *reach]
     return torch.stack([value.long() for value in found]), differs.shape
+
+
+def _means_others(reach: Sequence[int]) -> bool:
+    """A window that is no part of the rule hides far pairs and lets near ones see each other; this mask does not."""
+    return reach[0] >= reach[1]
 
 
 def _pair(found: list[int], shape: torch.Size, rows: slice) -> Pair | None:
@@ -238,9 +246,9 @@ class DenseMaskAudit:
                 self._look_late(name, documents, rule, dense, rows, mask.device, pieces)
             else:
                 cut = None if pieces is None else pieces.doc_ids
-                joins = [False, False]
-                pair = differing_pair(documents.doc_ids, rule, dense.visible, mask.device, rows, cut, joins)
-                if pair is None and all(joins):
+                reach = list(NO_REACH)
+                pair = differing_pair(documents.doc_ids, rule, dense.visible, mask.device, rows, cut, reach)
+                if pair is None and _means_others(reach):
                     raise MaskNotHonouredError(f"{name}: {MEANS_OTHERS}")
         except MaskNotHonouredError as error:
             raise_or_warn(self._on_mask, str(error), self._warned)
@@ -287,7 +295,7 @@ class DenseMaskAudit:
                 raise_or_warn(self._on_mask, f"{OF_EARLIER}: {HAS_BIAS}", self._warned)
             elif pair is not None:
                 raise_or_warn(self._on_mask, f"{OF_EARLIER}: {name}: {describe_pair(pair, rule)}", self._warned)
-            elif all(values[3:5]):
+            elif _means_others(values[3:5]):
                 raise_or_warn(self._on_mask, f"{OF_EARLIER}: {name}: {MEANS_OTHERS}", self._warned)
 
         self._late.append(_Late(found, tell))

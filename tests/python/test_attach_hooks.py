@@ -635,6 +635,25 @@ def test_a_learned_bias_that_is_still_zero():
         audit(documents, (-1, -1), learned, False)
 
 
+def test_masks_that_look_across_documents():
+    """A causal mask, also with a window that hides no pair of one document, says nothing of them; any other does."""
+    documents = ArmedDocuments(torch.tensor([[1, 1, 1, 2, 2, 2, 3, 3]]))
+    row = torch.arange(8)
+    causal = row <= row[:, None]
+    near = causal & (row[:, None] - row < 3)
+    alone = causal & (documents.doc_ids[0] == documents.doc_ids[0][:, None])
+    for mask in (causal, near, alone):
+        mask_audit.DenseMaskAudit("error", set())(documents, (-1, -1), mask, False)
+    shared = alone | (causal & (row < 3))  # all see the first document
+    hidden = causal.clone()
+    hidden[7, 5] = False
+    for mask in (shared, hidden, shared.double().sub(1).mul(1e9)):
+        with pytest.raises(
+            packed_sdpa.MaskNotHonouredError, match=r"attn_mask: .* lets some tokens see another document"
+        ):
+            mask_audit.DenseMaskAudit("error", set())(documents, (-1, -1), mask, False)
+
+
 def test_each_module_s_first_mask_is_looked_at_whole():
     """Though another module has only sampled it just now."""
     audit = mask_audit.DenseMaskAudit("error", set())
