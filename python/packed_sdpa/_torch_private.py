@@ -52,6 +52,13 @@ def _missing(*paths: str) -> str | None:
     return next((path for path in paths if _at(path) is None), None)
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+    """The tensor whose memory it is, itself or the one it is a view of, and how often that was changed in place; None:
+    made in inference mode, where nobody counts."""
+    owner = tensor if tensor._base is None else tensor._base
+    return owner, None if tensor.is_inference() else tensor._version
+
+
 def _names(purpose: str, *paths: str) -> Any:
     """What stands at each path; where one is missing, for each of them a function that raises."""
     missing = _missing(*paths)

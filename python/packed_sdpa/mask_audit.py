@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from packed_sdpa import _torch_private
 from packed_sdpa.armed import ArmedDocuments
 
 _CHUNK_ELEMENTS = 1 << 20  # pairs looked at together: a chunk of rows, never S x S
@@ -224,10 +225,10 @@ class DenseMaskAudit:
         if self._on_mask == "ignore":
             return
         self._tell_what_arrived()
-        owner = mask if mask._base is None else mask._base
+        owner, version = _torch_private.memory_of(mask)
         place = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype)
         # A tensor made in inference mode counts no changes, so it is looked at again each time.
-        this = () if mask.is_inference() else (place, mask._version, documents.id, rule)
+        this = () if version is None else (place, version, documents.id, rule)
         kinds = self._kinds if kinds is None else kinds
         kind = (mask.dtype, mask.device, mask.dim(), rule)
         if this and this == self._latest and self._latest_owner is not None and self._latest_owner() is owner:

@@ -228,6 +228,16 @@ def test_modules_keep_their_hooks_where_we_look():
     assert sorted(kept) == sorted(_torch_private.MODULE_HOOKS), CHANGED + "hooks of torch.nn.Module"
 
 
+def test_whose_memory_a_tensor_is_and_how_often_it_was_changed():
+    tensor = torch.zeros(4)
+    owner, version = _torch_private.memory_of(tensor[1:][:2])
+    assert owner is tensor and _torch_private.memory_of(tensor) == (tensor, version), CHANGED + "Tensor._base"
+    tensor[0] = 1
+    assert _torch_private.memory_of(tensor[1:])[1] == version + 1, CHANGED + "Tensor._version"
+    with torch.inference_mode():
+        assert _torch_private.memory_of(torch.zeros(4))[1] is None
+
+
 def test_wrappers_hold_their_module_by_the_names_we_know():
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
     from torch.distributed.fsdp import _common_utils
