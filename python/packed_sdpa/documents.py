@@ -136,12 +136,13 @@ def find_documents(
     arguments, told = sources_on_host(arguments, told)
     shape = _batch_shape(arguments)
     padding_mask = _padding_mask(arguments, shape)
+    read_with = None if _is_additive(arguments.get("attention_mask")) else padding_mask
     claims = [] if told is None else [_told_claim(told, told_by, shape)]
     for name in SOURCE_KEYWORDS:
         value = arguments.get(name)
         if value is None or (name == "position_ids" and _has_mask_of_a_cache(arguments, shape)):
             continue
-        claim = _READERS[name](name, value, shape, None if _is_additive(arguments) else padding_mask)
+        claim = _READERS[name](name, value, shape, read_with)
         if claim is not None:
             claims.append(claim)
     if not claims:
@@ -190,8 +191,7 @@ def _has_mask_of_a_cache(arguments: Mapping[str, Any], shape: tuple[int, int] | 
     )
 
 
-def _is_additive(arguments: Mapping[str, Any]) -> bool:
-    mask = arguments.get("attention_mask")
+def _is_additive(mask: Any) -> bool:
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not mask.is_floating_point() or mask.is_meta:
         return False
     return mask.numel() > 0 and float(mask.min()) < 0
@@ -199,7 +199,7 @@ def _is_additive(arguments: Mapping[str, Any]) -> bool:
 
 def _fitting(mask: Tensor, real: Tensor, ids: Tensor) -> Tensor:
     """``real`` in the shape of the documents."""
-    if _is_additive({"attention_mask": mask}):
+    if _is_additive(mask):
         raise TypeError(
             f"attention_mask {list(mask.shape)} is additive (its smallest value is {float(mask.min()):g}); pass 1 for "
             "real tokens and 0 for padding"

@@ -197,13 +197,6 @@ void TiledBackward::note_turns(std::vector<ItemNote>& notes) const {
   }
 }
 
-namespace {
-
-// Stacked rows of an item, at least, that many threads may ask for.
-constexpr int64_t kFinestRows = 256;
-
-}  // namespace
-
 void run_tiled_forward(const ForwardParams& params, Executor& executor, int64_t rows_per_item,
                        size_t (*scratch_bytes)(const TiledForward& call), RunItem run_item) {
   const int64_t group = params.shape.num_heads / params.shape.num_kv_heads;

@@ -46,6 +46,9 @@ class ScratchSize {
 // terms.
 constexpr int64_t kKeysPerTerm = 256;
 
+// Stacked rows of an item of forward, at least: neither the shape nor many threads make it smaller.
+constexpr int64_t kFinestRows = 256;
+
 struct TiledCall {
   TiledCall(const AttentionParams& params, std::vector<Document> documents_in, SplitBy split_by,
             int64_t block_size_in);

@@ -361,18 +361,16 @@ size_t forward_scratch(const TiledForward& call) {
   return size.bytes();
 }
 
-// Stacked rows of an item: more of them share a packed tile of keys, as long as their Q and O stay in L2. A
-// function of the shape alone, because with a window the tiles of keys, and so the bits, begin where the
-// item's rows do.
+// Stacked rows of an item, at most: more of them share a packed tile of keys, as long as their Q and O stay
+// in L2.
 template <class E>
 inline int64_t forward_item_rows(const AttentionShape& shape) {
   constexpr int64_t kBytes = 768 << 10;
   constexpr int64_t kMaxRows = 2048;
-  constexpr int64_t kMinRows = 256;
   const int64_t row_bytes = shape.head_dim * static_cast<int64_t>(sizeof(typename E::Elem)) +
                             shape.head_dim_v * static_cast<int64_t>(sizeof(float));
   int64_t rows = kMaxRows;
-  while (rows > kMinRows && rows * row_bytes > kBytes) rows /= 2;
+  while (rows > kFinestRows && rows * row_bytes > kBytes) rows /= 2;
   return rows;
 }
 
