@@ -18,6 +18,7 @@ GEMM = "torch.mm"
 GEMM_SIZE = 2048
 TILES = "brgemm tiles"
 _TILE_PRODUCTS, _TILE_FLOPS = 2000, 2.0 * 64 * 128 * 128
+TURN_RUNS, TURN_SECONDS = 3, 0.5
 PASSES = ("forward", "forward+backward")
 
 
@@ -35,13 +36,19 @@ class Samples:
 def interleave(
     runs: dict[str, Callable[[], float]], rounds: int, seconds_each: float, on_run: Callable[[], None] | None = None
 ) -> dict[str, Samples]:
-    """Runs every contender once a round, after one round of warm-up, so that what slows the machine down for a while
-    slows all of them. Each run returns its seconds. One that has taken ``seconds_each`` in total sits out."""
+    """Gives every contender a turn a round, after one round of warm-up, so that what slows the machine down for a
+    while slows all of them. Each run returns its seconds. A turn is up to ``TURN_RUNS`` runs, while it has taken less
+    than ``TURN_SECONDS``: the first of them finds the caches and the pages as another contender left them. One that has
+    taken ``seconds_each`` in total sits out."""
     samples = {name: Samples() for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():
-            if sum(samples[name].seconds) < seconds_each:
-                samples[name].seconds.append(run())
+            turn: list[float] = []
+            while (
+                len(turn) < TURN_RUNS and sum(turn) < TURN_SECONDS and sum(samples[name].seconds + turn) < seconds_each
+            ):
+                turn.append(run())
+            samples[name].seconds += turn
             if on_run is not None:
                 on_run()
     return samples

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from packed_sdpa import plots
 from packed_sdpa.bench_contenders import CONTENDERS, LOOPS, OURS
-from packed_sdpa.bench_measure import GEMM, PASSES, TILES
+from packed_sdpa.bench_measure import GEMM, PASSES, TILES, TURN_RUNS
 
 Row = dict[str, Any]
 _LEGEND = (
@@ -153,7 +153,10 @@ def _reasons(results: dict[str, Any]) -> list[str]:
 
 def markdown(results: dict[str, Any]) -> str:
     """The tables in Markdown, with machine, versions and commit."""
-    parts = ["Measured by `packed-sdpa bench` in one run: minimum of interleaved rounds, same threads for all."]
+    parts = [
+        f"Measured by `packed-sdpa bench` in one run: minimum of interleaved rounds, in each a turn of up to "
+        f"{TURN_RUNS} runs, same threads for all."
+    ]
     parts.append("\n".join(f"- {name}: {value}" for name, value in results["machine"].items()))
     parts.append(_LEGEND)
     for grid in grids(results):

@@ -88,7 +88,7 @@ def test_rows_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
         for step in bench_measure.PASSES
     }
     for row in rows:
-        assert row["runs"] == 3 and row["seconds"] > 0 and row["gflops"] > 0
+        assert 3 <= row["runs"] <= 3 * bench_measure.TURN_RUNS and row["seconds"] > 0 and row["gflops"] > 0
         assert row["off_by"] < 1e-5
 
 
@@ -120,6 +120,20 @@ def test_interleaving_takes_turns_drops_the_warm_up_and_lets_the_slow_sit_out() 
     assert calls == ["fast", "slow", "fast", "slow", "fast", "fast"]
     assert samples["fast"].best == 1.0 and samples["slow"].best == 40.0
     assert bench_measure.Samples([7.0]).best == 7.0
+
+
+def test_a_turn_is_several_runs_of_what_is_fast() -> None:
+    calls: list[str] = []
+    times = {"fast": iter([0.2, 0.1, 0.1] * 2), "middle": iter([0.4, 0.2] * 2), "slow": iter([0.6, 0.5])}
+
+    def run(name: str) -> float:
+        calls.append(name)
+        return next(times[name])
+
+    runs = {name: lambda name=name: run(name) for name in times}
+    samples = bench_measure.interleave(runs, rounds=1, seconds_each=60.0)
+    assert calls == ["fast", "fast", "fast", "middle", "middle", "slow"] * 2
+    assert [samples[name].best for name in times] == [0.1, 0.2, 0.5]
 
 
 def test_dense_mask_sits_out_where_it_would_not_fit() -> None:
@@ -281,7 +295,8 @@ def test_training_rows_on_a_tiny_llama() -> None:
     assert set(rows) == {"packed_sdpa", STOCK, FLOOR}
     assert rows["packed_sdpa"]["loss"] == pytest.approx(rows[STOCK]["loss"], rel=1e-4)
     assert rows[FLOOR]["loss"] != pytest.approx(rows[STOCK]["loss"], rel=1e-6)
-    assert rows["packed_sdpa"]["calls_taken"] == 2 * 2 * 2 and rows["packed_sdpa"]["calls_passed"] == 0
+    ours = rows["packed_sdpa"]  # two layers, forward and recompute
+    assert ours["runs"] >= 2 and ours["calls_taken"] == ours["runs"] * 2 * 2 and ours["calls_passed"] == 0
 
 
 @pytest.mark.slow
