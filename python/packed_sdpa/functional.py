@@ -278,10 +278,14 @@ def _check_options(is_causal: bool, window_size: tuple[int, int], backend: str) 
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not is_pair or not all(isinstance(side, int) and not isinstance(side, bool) for side in window_size):
+    if not is_pair or not (_is_count(window_size[0]) and _is_count(window_size[1])):
         raise TypeError(f"window_size must be two ints (left, right), -1 for unlimited, got {window_size!r}")
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a name such as 'auto', got {backend!r}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int or (isinstance(value, int) and not isinstance(value, bool))
 
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)

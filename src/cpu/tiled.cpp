@@ -209,6 +209,7 @@ void run_tiled_forward(const ForwardParams& params, Executor& executor, int64_t 
     rows_per_item /= 2;
   }
   TiledForward call(params, std::move(documents), queries());
+  call.items = share_heads(std::move(call.items), call.documents, SplitBy::kQueries, group, threads);
   run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), run_item, &call);
 }
 
@@ -266,6 +267,7 @@ void run_tiled_backward(const BackwardParams& params, Executor& executor, int64_
   }
   TiledBackward call(params, std::move(documents), keys_per_item, rows_per_tile, own_sums);
   if (finer) call.spread(static_cast<size_t>(threads), executor);
+  call.items = share_heads(std::move(call.items), call.documents, SplitBy::kKeys, call.group, threads);
   GuardedBackward guarded{&call, run_item};
   run_work_items(executor, static_cast<int64_t>(call.items.size()), scratch_bytes(call), &run_guarded_item,
                  &guarded);

@@ -42,6 +42,11 @@ int64_t size_of(const Document& document, SplitBy split_by) {
   return split_by == SplitBy::kQueries ? document.num_queries : document.num_keys;
 }
 
+// Costs in pairs of a query and a key, measured: a row's packing, softmax and writing; a thread's waking, as
+// part of an item that is worth it (it takes about half of that).
+constexpr int64_t kRowCost = 16;
+constexpr int64_t kSmallestShare = 1024;
+
 // Pairs of a query and a key of the block from `first` on, of one head.
 int64_t pairs_of_block(const Document& document, SplitBy split_by, int64_t first, int64_t block_size) {
   const int64_t count = std::min(block_size, size_of(document, split_by) - first);
@@ -103,6 +108,35 @@ std::vector<WorkItem> make_work_items(const std::vector<Document>& documents, in
       items.push_back({first, last, head, std::min(head + heads, static_cast<int32_t>(num_kv_heads)), 0});
     }
     first = last;
+  }
+  return items;
+}
+
+std::vector<WorkItem> share_heads(std::vector<WorkItem> items, const std::vector<Document>& documents,
+                                  SplitBy split_by, int64_t group, int num_threads) {
+  const auto cost = [&](const WorkItem& item) {
+    int64_t of_head = 0;
+    for (int32_t d = item.first_document; d < item.last_document; ++d) {
+      const Document& document = documents[static_cast<size_t>(d)];
+      const int64_t size = size_of(document, split_by);
+      if (size > 0) of_head += kRowCost * size + pairs_of_block(document, split_by, 0, size);
+    }
+    return of_head * group * (item.last_kv_head - item.first_kv_head);
+  };
+  while (items.size() < static_cast<size_t>(num_threads)) {
+    size_t costliest = items.size();
+    int64_t most = 2 * kSmallestShare - 1;
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (items[i].last_kv_head - items[i].first_kv_head > 1 && cost(items[i]) > most) {
+        costliest = i;
+        most = cost(items[i]);
+      }
+    }
+    if (costliest == items.size()) break;
+    WorkItem half = items[costliest];
+    half.first_kv_head += (half.last_kv_head - half.first_kv_head) / 2;
+    items[costliest].last_kv_head = half.first_kv_head;
+    items.insert(items.begin() + static_cast<std::ptrdiff_t>(costliest) + 1, half);
   }
   return items;
 }

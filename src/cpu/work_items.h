@@ -1,7 +1,7 @@
 // How a call is cut into pieces of work, and how threads take them.
 //
-// The cut depends on the documents and the kernel's block sizes; many threads get smaller blocks of keys,
-// which changes no sum (kKeysPerTerm). Items are taken in order from one counter. So the result is the same
+// The cut depends on the documents and the kernel's block sizes; many threads get smaller blocks of keys and
+// fewer heads, which changes no sum (kKeysPerTerm). Items are taken in order from one counter. So the result is the same
 // for every thread count, and an item may wait for items before it (those have been taken by a running
 // thread, or are done) without any danger of a deadlock, also when the executor runs its bodies one after
 // another.
@@ -51,6 +51,11 @@ bool blocks_are_too_coarse(const std::vector<Document>& documents, SplitBy split
 std::vector<WorkItem> spread_key_blocks(const std::vector<WorkItem>& items,
                                         const std::vector<Document>& documents, int64_t block_keys,
                                         size_t max_open);
+
+// Where threads would be left without an item: those of several heads are halved, the costliest first, while
+// each half is worth waking a thread for. A head's work and its sums stay as they are.
+std::vector<WorkItem> share_heads(std::vector<WorkItem> items, const std::vector<Document>& documents,
+                                  SplitBy split_by, int64_t group, int num_threads);
 
 // Calls run_item(context, item index, scratch) for every item, on the executor's threads.
 void run_work_items(Executor& executor, int64_t num_items, size_t scratch_bytes,

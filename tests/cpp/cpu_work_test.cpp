@@ -155,6 +155,39 @@ TEST(WorkItemsTest, SpreadKeyBlocksGoByWeightInAFewHeadsAtATime) {
   EXPECT_EQ(alternating, (Order{{0, 0, 0}, {0, 1, 0}, {0, 0, 1}, {0, 1, 1}, {0, 0, 2}, {0, 1, 2}}));
 }
 
+using Heads = std::vector<std::tuple<int32_t, int32_t, int32_t>>;  // first document, heads [from, to)
+
+Heads heads_of(const std::vector<WorkItem>& items) {
+  Heads heads;
+  for (const WorkItem& item : items)
+    heads.emplace_back(item.first_document, item.first_kv_head, item.last_kv_head);
+  return heads;
+}
+
+TEST(WorkItemsTest, HeadsAreSharedWhereThreadsWouldHaveNothing) {
+  for (const SplitBy split_by : {SplitBy::kQueries, SplitBy::kKeys}) {
+    const auto shared = [&](const std::vector<int64_t>& lengths, int64_t kv_heads, int64_t group,
+                            int threads) {
+      const std::vector<Document> documents = documents_of(lengths);
+      return heads_of(share_heads(make_work_items(documents, kv_heads, split_by, 256), documents, split_by,
+                                  group, threads));
+    };
+    // 8 heads of 16 * (16 + 16): four parts of 1,024.
+    EXPECT_EQ(shared({16}, 8, 1, 1), (Heads{{0, 0, 8}}));
+    EXPECT_EQ(shared({16}, 8, 1, 2), (Heads{{0, 0, 4}, {0, 4, 8}}));
+    EXPECT_EQ(shared({16}, 8, 1, 3), (Heads{{0, 0, 2}, {0, 2, 4}, {0, 4, 8}}));
+    EXPECT_EQ(shared({16}, 8, 1, 64), (Heads{{0, 0, 2}, {0, 2, 4}, {0, 4, 6}, {0, 6, 8}}));
+    EXPECT_EQ(shared({15}, 4, 1, 2), (Heads{{0, 0, 4}}));  // 4 * 15 * 31: not worth a second thread
+    EXPECT_EQ(shared({15}, 2, 3, 2), (Heads{{0, 0, 1}, {0, 1, 2}}));  // of three query heads each
+    EXPECT_EQ(shared({4, 4, 0, 4}, 8, 1, 2), (Heads{{0, 0, 8}}));     // one item of 12 tokens
+    // Two heads of 100 * 116 cost more than three of 80 * 96, then less.
+    EXPECT_EQ(shared({100, 80}, 3, 1, 3), (Heads{{0, 0, 2}, {0, 2, 3}, {1, 0, 3}}));
+    EXPECT_EQ(shared({100, 80}, 3, 1, 4), (Heads{{0, 0, 1}, {0, 1, 2}, {0, 2, 3}, {1, 0, 3}}));
+    EXPECT_EQ(shared({100, 80}, 3, 1, 5), (Heads{{0, 0, 1}, {0, 1, 2}, {0, 2, 3}, {1, 0, 1}, {1, 1, 3}}));
+    EXPECT_EQ(shared({}, 8, 1, 2), Heads{});
+  }
+}
+
 TEST(HugePagesTest, MemoryKeepsWhatItHolds) {
   for (const size_t bytes : {size_t{0}, size_t{100}, size_t{16} << 20, (size_t{21} << 20) + 4321}) {
     std::vector<unsigned char> memory(bytes + 3, 7);

@@ -7,7 +7,8 @@
 // of kPanel columns, so that a block streams through memory in order. C is row-major float.
 //
 // AVX-512: 6 x 64 is 24 accumulators + 4 of B + 1 of A of 32 registers, 10 loads for 24 multiply-adds (12
-// cycles on two ports). AVX2: 6 x 16 is 12 + 2 + 1 of 16.
+// cycles on two ports). AVX2: 6 x 16 is 12 + 2 + 1 of 16. One vector wide, which documents of a few tokens
+// are, six multiply-adds would wait for the six before them: such blocks have more rows.
 
 // Where a packed B operand lies; strides in words.
 struct BLayout {
@@ -43,7 +44,10 @@ PACKED_SDPA_INLINE void micro_kernel(int64_t words, const float* a, int64_t lda,
   }
 }
 
-// Rows left over after the blocks of kMicroRows.
+template <int64_t kVecs>
+constexpr int64_t kBlockRows = kVecs == 1 ? 4 * kMicroVecs : kMicroRows;
+
+// Rows left over after the blocks of kBlockRows.
 template <class Op, int64_t kRows, int64_t kVecs>
 inline void micro_rows(int64_t m, int64_t words, const float* a, int64_t lda, const float* b,
                        int64_t row_stride, float* c, int64_t ldc, bool accumulate) {
@@ -57,15 +61,16 @@ inline void micro_rows(int64_t m, int64_t words, const float* a, int64_t lda, co
 template <class Op, int64_t kVecs>
 inline void micro_columns(int64_t m, int64_t words, const float* a, int64_t lda, const float* b,
                           int64_t row_stride, float* c, int64_t ldc, bool accumulate, RowPrefetch* ahead) {
-  while (m >= kMicroRows) {
-    micro_kernel<Op, kMicroRows, kVecs>(words, a, lda, b, row_stride, c, ldc, accumulate);
-    a += kMicroRows * lda;
-    c += kMicroRows * ldc;
-    m -= kMicroRows;
+  constexpr int64_t kRows = kBlockRows<kVecs>;
+  while (m >= kRows) {
+    micro_kernel<Op, kRows, kVecs>(words, a, lda, b, row_stride, c, ldc, accumulate);
+    a += kRows * lda;
+    c += kRows * ldc;
+    m -= kRows;
     ahead->step();
   }
-  if constexpr (kMicroRows > 1) {
-    if (m > 0) micro_rows<Op, kMicroRows - 1, kVecs>(m, words, a, lda, b, row_stride, c, ldc, accumulate);
+  if constexpr (kRows > 1) {
+    if (m > 0) micro_rows<Op, kRows - 1, kVecs>(m, words, a, lda, b, row_stride, c, ldc, accumulate);
   }
 }
 
