@@ -22,6 +22,7 @@ from packed_sdpa.documents import (
     Documents,
     find_documents,
     found_or_armed,
+    numbered,
 )
 from packed_sdpa.forward_parameters import forward_parameters
 from packed_sdpa.model_survey import leaking_layers, looks_like_attention
@@ -162,9 +163,8 @@ def _places(documents: Documents) -> list[Tensor]:
     """For each document the flat rows ``b * S + i`` of its tokens."""
     ids = documents.doc_ids
     place = ids.flatten().nonzero().squeeze(1)
-    keys = torch.stack([place // ids.shape[1], ids.flatten()[place]], dim=1)
-    documents, number = keys.unique(dim=0, return_inverse=True)
-    return [place[number == n] for n in range(documents.shape[0])]
+    number, count = numbered(place // ids.shape[1], ids.flatten()[place])
+    return [place[number == n] for n in range(count)]
 
 
 @contextlib.contextmanager

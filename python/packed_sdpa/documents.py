@@ -46,12 +46,11 @@ class Documents:
         if size not in self._chunks:
             rows = torch.arange(self.doc_ids.shape[1], device="cpu").expand_as(self.doc_ids)
             order = torch.arange(self.doc_ids.shape[0], device="cpu").unsqueeze(1).expand_as(self.doc_ids)
-            keys, document = torch.stack([order, self.doc_ids]).flatten(1).unique(dim=1, return_inverse=True)
-            first = torch.full((keys.shape[1],), self.doc_ids.shape[1], dtype=torch.int64, device="cpu")
+            document, count = numbered(order.flatten(), self.doc_ids.flatten())
+            first = torch.full((count,), self.doc_ids.shape[1], dtype=torch.int64, device="cpu")
             first.scatter_reduce_(0, document, rows.flatten(), "amin")
             piece = (rows.flatten() - first[document]) // size
-            _, numbers = torch.stack([document, piece]).unique(dim=1, return_inverse=True)
-            ids = (numbers.view_as(self.doc_ids) + 1).masked_fill(self.doc_ids == 0, 0)
+            ids = (numbered(document, piece)[0].view_as(self.doc_ids) + 1).masked_fill(self.doc_ids == 0, 0)
             self._chunks[size] = from_doc_ids(ids, self.source, self.backend)
         return self._chunks[size]
 
@@ -445,6 +444,18 @@ def found_or_armed(found: Documents | None, armed: Documents | None) -> Document
     return armed if found.boundaries_only else found
 
 
+def numbered(*columns: Tensor) -> tuple[Tensor, int]:
+    """Integer columns of one length -> for each of their tuples which of the distinct ones it is, from 0; their count.
+
+    As ``torch.stack(columns).unique(dim=1, return_inverse=True)``, which is an operator call a tuple.
+    """
+    values, numbers = columns[0].unique(return_inverse=True)
+    for column in columns[1:]:
+        others, places = column.unique(return_inverse=True)
+        values, numbers = (numbers * others.numel() + places).unique(return_inverse=True)
+    return numbers, values.numel()
+
+
 def _check_agreement(first: _Claim, other: _Claim) -> None:
     """Both must cut the tokens that are real to both in the same places, and join the same documents."""
     if first.ids.shape != other.ids.shape:
@@ -459,16 +470,16 @@ def _check_agreement(first: _Claim, other: _Claim) -> None:
     same_row = row[1:] == row[:-1]
     differs = same_row & ((one[1:] != one[:-1]) != (two[1:] != two[:-1]))
     for ids, positions in ((one, other.positions), (two, first.positions)):
-        if positions is not None:  # those of a document that comes back may happen to follow its neighbour's
+        if positions is not None and bool(differs.any()):  # those of a document that comes back may happen to follow its neighbour's
             differs &= ~((ids[1:] != ids[:-1]) & _continues(row, ids, positions.flatten()[place])[1:])
     if bool(differs.any()):
         at = int(differs.nonzero()[0])
         _raise_disagreement(first, other, int(place[at]), int(place[at + 1]))
     if first.boundaries_only or other.boundaries_only:
         return
-    pairs = torch.stack([row, one, two], dim=1).unique(dim=0)
-    for column, name in ((1, first.name), (2, other.name)):
-        if pairs[:, [0, column]].unique(dim=0).shape[0] != pairs.shape[0]:
+    _, pairs = numbered(row, one, two)
+    for ids, name in ((one, first.name), (two, other.name)):
+        if numbered(row, ids)[1] != pairs:
             raise ValueError(
                 f"{first.name} and {other.name} disagree about the documents: one document of {name} is several of the "
                 "other's; pass one of them, or make them agree"
@@ -477,7 +488,7 @@ def _check_agreement(first: _Claim, other: _Claim) -> None:
 
 def _continues(row: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
     """Of tokens in their order: whether each is one further than the one before it in the same document."""
-    order = torch.stack([row, ids]).unique(dim=1, return_inverse=True)[1].argsort(stable=True)
+    order = numbered(row, ids)[0].argsort(stable=True)
     same = (row[order][1:] == row[order][:-1]) & (ids[order][1:] == ids[order][:-1])
     continues = torch.zeros(row.numel(), dtype=torch.bool, device="cpu")
     continues[order[1:]] = same & (positions[order][1:] == positions[order][:-1] + 1)

@@ -7,7 +7,7 @@ import torch
 
 import packed_sdpa
 from packed_sdpa import PackedLayout
-from packed_sdpa.documents import find_documents, found_or_armed, from_doc_ids
+from packed_sdpa.documents import find_documents, found_or_armed, from_doc_ids, numbered
 
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
 
@@ -342,3 +342,14 @@ def test_a_mask_of_one_row_is_every_rows():
     assert partition(found) == [[0, 1, 1, 2, 2, 3, 3, 0]] * 2
     found = find_documents({**arguments, "position_ids": ids(9, 0, 1, 0, 1, 2, 3, 9)})
     assert partition(found) == [[0, 1, 1, 2, 2, 2, 2, 0]] * 2
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+@pytest.mark.parametrize("scale", [1, 10**17])
+def test_numbers_of_tuples_are_those_of_unique(columns: int, scale: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    parts = [torch.randint(-3, 5, (60,), generator=generator) * scale for _ in range(columns)]
+    distinct, expected = torch.stack(parts).unique(dim=1, return_inverse=True)
+    numbers, count = numbered(*parts)
+    assert torch.equal(numbers, expected) and count == distinct.shape[1]
+    assert numbered(*(part[:0] for part in parts))[1] == 0
