@@ -470,7 +470,8 @@ def _check_agreement(first: _Claim, other: _Claim) -> None:
     same_row = row[1:] == row[:-1]
     differs = same_row & ((one[1:] != one[:-1]) != (two[1:] != two[:-1]))
     for ids, positions in ((one, other.positions), (two, first.positions)):
-        if positions is not None and bool(differs.any()):  # those of a document that comes back may happen to follow its neighbour's
+        # Those of a document that comes back may happen to follow its neighbour's.
+        if positions is not None and bool(differs.any()):
             differs &= ~((ids[1:] != ids[:-1]) & _continues(row, ids, positions.flatten()[place])[1:])
     if bool(differs.any()):
         at = int(differs.nonzero()[0])
