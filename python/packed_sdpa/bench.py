@@ -27,6 +27,8 @@ from packed_sdpa.tables import make_console
 
 Results = dict[str, Any]
 
+_TRAINING_SECONDS = 3  # of `--seconds-each`
+
 
 def run_bench(options: BenchOptions, console: Console | None = None) -> Results:
     """Measures what the options ask for, prints tables, writes the files asked for, and returns every number.
@@ -121,9 +123,8 @@ def _measure_training(options: BenchOptions, progress: Progress) -> list[dict[st
     for tokens in options.training_tokens:
         for dtype in dtypes:
             progress.update(task, description=f"training steps: {tokens:,} tokens {dtype}")
-            rows += measure_training(
-                tokens, getattr(torch, dtype), rounds=options.rounds, seconds_each=options.seconds_each
-            )
+            seconds = _TRAINING_SECONDS * options.seconds_each  # a step is many calls: more than its warm-up should fit
+            rows += measure_training(tokens, getattr(torch, dtype), rounds=options.rounds, seconds_each=seconds)
             progress.advance(task)
     return rows
 

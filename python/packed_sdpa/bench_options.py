@@ -95,7 +95,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forward-only", action="store_true", help="leave backward out")
     parser.add_argument("--rounds", type=int, default=defaults.rounds, help="the minimum of so many is reported")
     parser.add_argument(
-        "--seconds-each", type=float, default=defaults.seconds_each, help="a contender that took so long sits out"
+        "--seconds-each",
+        type=float,
+        default=defaults.seconds_each,
+        help="a contender that took so long sits out (a training step: three times so long)",
     )
     parser.add_argument("--threads", type=int, default=None, help="of torch (default: what torch takes)")
     parser.add_argument(

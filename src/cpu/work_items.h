@@ -1,10 +1,10 @@
 // How a call is cut into pieces of work, and how threads take them.
 //
 // The cut depends on the documents and the kernel's block sizes; many threads get smaller blocks of keys and
-// fewer heads, which changes no sum (kKeysPerTerm). Items are taken in order from one counter. So the result is the same
-// for every thread count, and an item may wait for items before it (those have been taken by a running
-// thread, or are done) without any danger of a deadlock, also when the executor runs its bodies one after
-// another.
+// fewer heads, which changes no sum (kKeysPerTerm). Items are taken in order from one counter. So the result
+// is the same for every thread count, and an item may wait for items before it (those have been taken by a
+// running thread, or are done) without any danger of a deadlock, also when the executor runs its bodies one
+// after another.
 #pragma once
 
 #include <atomic>
