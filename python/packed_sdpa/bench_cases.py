@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -114,9 +115,23 @@ def length_sweep(means: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048, 40
 
 
 def row_sweep(seq_lens: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536, 131072)) -> list[Case]:
-    """M4's heads, documents of mean 512, rows of other lengths."""
+    """M4's heads, documents of mean 512, rows of other lengths: the documents of 4,096 tokens again and again, because
+    those of each length's own draw would see more or fewer keys."""
     m4 = kernel_cases()["M4"]
+    documents = log_normal_seqlens(512, 4096)
     return [
-        replace(m4, name=f"S {size}", title=f"mean 512, S {size}", seqlens=log_normal_seqlens(512, size))
+        replace(m4, name=f"S {size}", title=f"mean 512, S {size}", seqlens=repeated(documents, size))
         for size in seq_lens
     ]
+
+
+def repeated(seqlens: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """These lengths over and over, ``total`` tokens in all; the last one is cut there."""
+    lengths: list[int] = []
+    left = total
+    for length in itertools.cycle(seqlens):
+        if left == 0:
+            break
+        lengths.append(min(length, left))
+        left -= lengths[-1]
+    return tuple(lengths)

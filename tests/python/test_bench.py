@@ -40,6 +40,13 @@ def test_cases_are_those_of_the_targets() -> None:
     assert cases["M1"] == bench_cases.kernel_cases()["M1"]
 
 
+def test_rows_of_every_length_hold_the_same_documents() -> None:
+    short, long = bench_cases.row_sweep((4096, 65536))
+    assert long.seqlens == short.seqlens * 16 and sum(short.seqlens) == 4096
+    assert bench_cases.row_sweep((1000,))[0].seqlens == bench_cases.repeated(short.seqlens, 1000)
+    assert bench_cases.repeated((3, 4), 9) == (3, 4, 2) and bench_cases.repeated((3, 4), 0) == ()
+
+
 @pytest.mark.parametrize("mean", [64, 512, 2048])
 def test_log_normal_lengths_have_their_mean_and_fill_the_row(mean: int) -> None:
     lengths = bench_cases.log_normal_seqlens(mean, 1_000_000, seed=3)
