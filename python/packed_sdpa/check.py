@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,19 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from packed_sdpa.arming import documents_armed_by_hand
-from packed_sdpa.attachment import Attachment, attachment_of, why_no_call
+from packed_sdpa.attachment import Attachment, attachment_of
+from packed_sdpa.check_leak import Leak, first_leak, first_to_leak, is_attention
+from packed_sdpa.check_probe import Probe, changing, others_of, tensors_in
 from packed_sdpa.documents import (
     ENCODER_KEYWORDS,
     FOREIGN_KEYWORDS,
-    OWN_KEYWORDS,
     SOURCE_KEYWORDS,
     Documents,
     find_documents,
     found_or_armed,
     numbered,
 )
-from packed_sdpa.forward_parameters import forward_parameters
-from packed_sdpa.model_survey import leaking_layers, looks_like_attention
 from packed_sdpa.tables import as_text
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ _ISLANDS = 8  # times epsilon of float32: the same in float64, of a model that r
 _REPEATS = 2  # runs of the unchanged batch that are compared with the first
 _UNREPEATED = 4  # times the largest difference of those: what a model that does not repeat itself may change
 _OF_ENCODERS = (*ENCODER_KEYWORDS, "encoder_attention_mask", "cross_attention_mask")  # whole for each document
-_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,6 @@ class CheckRow:
     value: float
     allowed: float
     detail: str
-
-
-@dataclass(frozen=True)
-class Leak:
-    """The first module whose output on one document changes with another document while its inputs do not."""
-
-    module: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -131,7 +120,7 @@ def check_isolation(model: nn.Module, batch: Mapping[str, Any], *, max_documents
         )
     step = -(-len(places) // max_documents)
     probed = places[::step]
-    probe = _Probe(model, batch, documents)
+    probe = Probe(model, batch, documents)
     with _evaluating(model, attachment), torch.random.fork_rng(devices=[]):
         base = probe.run()
         perturbed, judge = _perturbed(probe, base, probed, documents, attachment)
@@ -140,7 +129,7 @@ def check_isolation(model: nn.Module, batch: Mapping[str, Any], *, max_documents
             _gradients(probe, probed, documents),
             _alone(probe, base, probed, attachment),
         ]
-        leak = None if all(row.ok for row in rows[:2]) else _first_leak(judge, probed, documents, attachment)
+        leak = None if all(row.ok for row in rows[:2]) else first_leak(judge, probed, documents, attachment)
     return IsolationResult(tuple(rows), len(places), leak)
 
 
@@ -183,131 +172,6 @@ def _evaluating(model: nn.Module, attachment: Attachment | None) -> Iterator[Non
             attachment.strict = strict
 
 
-class _Probe:
-    """Runs the model with its token embeddings (or float inputs) within reach.
-
-    dtype: of copies of its parameters, buffers and float inputs that it is run with; None: as it is, without copies.
-    """
-
-    def __init__(
-        self, model: nn.Module, batch: Mapping[str, Any], documents: Documents, dtype: torch.dtype | None = None
-    ) -> None:
-        self.model = model
-        self.batch = dict(batch)
-        self.dtype = dtype
-        self.copies: dict[str, Tensor] = {}
-        if dtype is not None:
-            self.batch = {n: v.to(dtype) if _is_floating(v) else v for n, v in self.batch.items()}
-            tensors = (*model.named_parameters(), *model.named_buffers())
-            self.copies = {n: v.detach().to(dtype) for n, v in tensors if _is_floating(v)}
-        self.shape = documents.shape
-        parameters = forward_parameters(model)
-        if not parameters.takes_any and attachment_of(model) is None:
-            self.batch = {n: v for n, v in self.batch.items() if n not in OWN_KEYWORDS or n in parameters.names}
-        self.positions = "position_ids" in parameters.names
-        self.float_input = next(
-            (n for n, v in self.batch.items() if n not in ENCODER_KEYWORDS and _is_floating(v) and self._fits(v)), None
-        )
-
-    def _fits(self, tensor: Tensor) -> bool:
-        return tensor.dim() >= 3 and tuple(tensor.shape[:2]) == self.shape
-
-    def run(
-        self,
-        change: Callable[[Tensor], Tensor] | None = None,
-        arguments: dict[str, Any] | None = None,
-        grad: bool = False,
-    ) -> Tensor:
-        """Outputs ``[B, S, ...]``. ``change`` is applied to the embeddings."""
-        arguments = dict(self.batch if arguments is None else arguments)
-        handles = []
-        if change is not None and self.float_input is not None:
-            arguments[self.float_input] = change(arguments[self.float_input])
-        elif change is not None:
-            changed = change
-            rows = next((v.shape for v in arguments.values() if isinstance(v, Tensor) and v.dim() == 2), None)
-            state = {"done": False}
-
-            def embed(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-                if state["done"] or not isinstance(output, Tensor) or output.shape[:2] != rows:
-                    return None
-                state["done"] = True
-                return changed(output)
-
-            tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
-            handles = [module.register_forward_hook(embed) for module in tables]
-        try:
-            with torch.set_grad_enabled(grad):
-                return _output_tensor(self._call(arguments), self.shape if arguments is self.batch else None)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _call(self, arguments: dict[str, Any]) -> Any:
-        if self.dtype is None:
-            return self.model(**arguments)
-        with contextlib.ExitStack() as stack:
-            for kind in self._cast_on():
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            return torch.func.functional_call(self.model, self.copies, (), arguments)
-
-    def _cast_on(self) -> set[str]:
-        """The kinds of device on which autocast is in force."""
-        kinds = {tensor.device.type for tensor in (*self.model.parameters(), *_tensors(self.batch))}
-        return {k for k in kinds if torch.amp.is_autocast_available(k) and torch.is_autocast_enabled(k)}
-
-    def rounds_to(self, output: Tensor) -> torch.dtype:
-        """The coarsest dtype among those of the output, the parameters and autocast."""
-        dtypes = {output.dtype, *(torch.get_autocast_dtype(kind) for kind in self._cast_on())}
-        dtypes |= {parameter.dtype for parameter in self.model.parameters() if _is_floating(parameter)}
-        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in _FLOATING
-
-
-def _output_tensor(output: Any, shape: tuple[int, int] | None) -> Tensor:
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(getattr(output, name, None), Tensor):
-            return getattr(output, name)
-    first = output if isinstance(output, Tensor) else next((v for v in _tensors(output) if v.dim() >= 3), None)
-    if first is None:
-        raise ValueError(f"model: its output {type(output).__name__} holds no tensor [B, S, ...] to check")
-    return first
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _tensors(entry)
-
-
-def _changing(rows: Tensor, by: float = 1.0) -> Callable[[Tensor], Tensor]:
-    """Other embeddings in these flat rows, the same in all others, bit for bit."""
-
-    def change(embeddings: Tensor) -> Tensor:
-        flat = embeddings.detach().clone().flatten(0, 1)
-        places = rows.to(flat.device)
-        noise = torch.linspace(-by, by, flat.shape[-1], device=flat.device).to(flat.dtype)
-        flat[places] = noise - flat[places]
-        return flat.view(embeddings.shape)
-
-    return change
-
-
-def _others(rows: Tensor, documents: Documents) -> Tensor:
-    """Flat rows of all tokens outside the document; padding left out."""
-    other = documents.doc_ids.flatten() != 0
-    other[rows] = False
-    return other.nonzero().squeeze(1)
-
-
 def _row(check: str, value: float, allowed: float, detail: str) -> CheckRow:
     if not math.isfinite(allowed):
         detail = "the model's outputs on this batch are not finite, so nothing can be told"
@@ -323,12 +187,12 @@ class _Change(NamedTuple):
     at: int
 
 
-def _changes(probe: _Probe, base: Tensor, probed: list[Tensor], documents: Documents) -> list[_Change]:
+def _changes(probe: Probe, base: Tensor, probed: list[Tensor], documents: Documents) -> list[_Change]:
     """Of those documents that change a bit of the others' outputs."""
     changes = []
     for rows in probed:
-        other = _others(rows, documents).to(base.device)
-        changed = probe.run(_changing(rows))
+        other = others_of(rows, documents).to(base.device)
+        changed = probe.run(changing(rows))
         difference = (changed.flatten(0, 1)[other] - base.flatten(0, 1)[other]).abs().flatten(1).amax(1)
         value = float(difference.max())
         if value != 0.0:
@@ -340,7 +204,7 @@ def _largest(changes: list[_Change]) -> _Change:
     return max(changes, key=lambda change: change.value if math.isfinite(change.value) else math.inf)
 
 
-def _unrepeated(probe: _Probe, base: Tensor, documents: Documents) -> float:
+def _unrepeated(probe: Probe, base: Tensor, documents: Documents) -> float:
     """The largest difference of tokens' outputs between runs of the unchanged batch."""
     tokens = (documents.doc_ids.flatten() != 0).nonzero().squeeze(1).to(base.device)
     first = base.flatten(0, 1)[tokens]
@@ -348,8 +212,8 @@ def _unrepeated(probe: _Probe, base: Tensor, documents: Documents) -> float:
 
 
 def _perturbed(
-    probe: _Probe, base: Tensor, probed: list[Tensor], documents: Documents, attachment: Attachment | None
-) -> tuple[CheckRow, _Probe]:
+    probe: Probe, base: Tensor, probed: list[Tensor], documents: Documents, attachment: Attachment | None
+) -> tuple[CheckRow, Probe]:
     """And the probe that told, for the search of the layer."""
     check = "changed document"
     size = float(base.abs().max())
@@ -370,8 +234,8 @@ def _perturbed(
         return _row(check, worst.value, allowed, _where(worst, documents) + note), probe
 
     suspects = [change.rows for change in changes]
-    module = _first_to_leak(probe, suspects, documents) if unrepeated == 0.0 else None
-    if module is not None and _is_attention(module, probe.model, attachment):
+    module = first_to_leak(probe, suspects, documents) if unrepeated == 0.0 else None
+    if module is not None and is_attention(module, probe.model, attachment):
         return _row(check, worst.value, 0.0, _where(worst, documents) + ", from an attention module on"), probe
 
     # It may be rounding. In a wider dtype rounding all but vanishes; a leak keeps its size.
@@ -423,11 +287,11 @@ class _Told(NamedTuple):
 
 
 def _in_wider(
-    probe: _Probe, dtype: torch.dtype, probed: list[Tensor], documents: Documents
-) -> tuple[_Probe, _Told | str]:
+    probe: Probe, dtype: torch.dtype, probed: list[Tensor], documents: Documents
+) -> tuple[Probe, _Told | str]:
     """What the check finds in that dtype, or why it cannot be run there."""
     try:
-        judge = _Probe(probe.model, probe.batch, documents, dtype)
+        judge = Probe(probe.model, probe.batch, documents, dtype)
         base = judge.run()
         size = float(base.abs().max())
         if torch.finfo(base.dtype).eps > torch.finfo(torch.float32).eps:
@@ -442,7 +306,7 @@ def _in_wider(
     return judge, _Told(0.0 if widest is None else widest.value, size, unrepeated, widest)
 
 
-def _gradients(probe: _Probe, probed: list[Tensor], documents: Documents) -> CheckRow:
+def _gradients(probe: Probe, probed: list[Tensor], documents: Documents) -> CheckRow:
     worst, detail = 0.0, "each probed document: the gradient into the others' embeddings is exactly 0"
     for rows in probed:
         leaf: list[Tensor] = []
@@ -459,7 +323,7 @@ def _gradients(probe: _Probe, probed: list[Tensor], documents: Documents) -> Che
         own = output.flatten(0, 1)[rows.to(output.device)]
         weights = torch.linspace(-1, 1, own.numel(), device=own.device).view_as(own).to(own.dtype)
         (gradient,) = torch.autograd.grad((own * weights).sum(), leaf[0])
-        other = _others(rows, documents).to(gradient.device)
+        other = others_of(rows, documents).to(gradient.device)
         into = gradient.flatten(0, 1)[other].abs().flatten(1).amax(1)
         value = float(into.max())
         if value > worst or not math.isfinite(value):
@@ -469,7 +333,7 @@ def _gradients(probe: _Probe, probed: list[Tensor], documents: Documents) -> Che
     return _row("gradient", worst, 0.0, detail)
 
 
-def _alone(probe: _Probe, base: Tensor, probed: list[Tensor], attachment: Attachment | None) -> CheckRow:
+def _alone(probe: Probe, base: Tensor, probed: list[Tensor], attachment: Attachment | None) -> CheckRow:
     scale = float(base.abs().max())
     allowed = _ALONE_TOLERANCE.get(base.dtype, 1e-3) * scale
     worst, detail = 0.0, "each probed document equals the stock model on this document alone"
@@ -488,7 +352,7 @@ def _alone(probe: _Probe, base: Tensor, probed: list[Tensor], attachment: Attach
     return _row("document alone", worst, allowed, detail)
 
 
-def _arguments_alone(probe: _Probe, rows: Tensor) -> dict[str, Any]:
+def _arguments_alone(probe: Probe, rows: Tensor) -> dict[str, Any]:
     """The batch cut to one document: tensors that hold something per token; what tells documents is left out."""
     arguments: dict[str, Any] = {}
     size = probe.shape[1]
@@ -507,7 +371,7 @@ def _arguments_alone(probe: _Probe, rows: Tensor) -> dict[str, Any]:
             value = value[..., columns.to(value.device)]
         arguments[name] = value
     if probe.positions and "position_ids" not in arguments:
-        arguments["position_ids"] = columns.unsqueeze(0).to(next(iter(_tensors(arguments))).device)
+        arguments["position_ids"] = columns.unsqueeze(0).to(next(iter(tensors_in(arguments))).device)
     return arguments
 
 
@@ -518,96 +382,3 @@ def _name(rows: Tensor, documents: Documents) -> str:
 def _name_flat(place: int, documents: Documents) -> str:
     row, column = divmod(place, documents.shape[1])
     return f"{column}" if documents.shape[0] == 1 else f"({row}, {column})"
-
-
-# ---- the first layer that leaks
-
-
-def _first_leak(
-    probe: _Probe, probed: list[Tensor], documents: Documents, attachment: Attachment | None
-) -> Leak | None:
-    module = _first_to_leak(probe, probed, documents)
-    if module is None:
-        return None
-    return Leak(_name_of(module, probe.model) or type(module).__name__, _reason(module, probe.model, attachment))
-
-
-def _first_to_leak(probe: _Probe, probed: list[Tensor], documents: Documents) -> nn.Module | None:
-    names = {module: name for name, module in probe.model.named_modules()}
-    for rows in probed:
-        other = _others(rows, documents)
-        with _fingerprints(probe, names) as before:
-            probe.run(lambda embeddings: embeddings)
-        with _fingerprints(probe, names) as after:
-            probe.run(_changing(rows))
-        for call, (inputs, outputs) in before.items():
-            if call not in after:  # an expert that has no token once the document is another
-                continue
-            inputs_after, outputs_after = after[call]
-            if _same(inputs, inputs_after, other) and not _same(outputs, outputs_after, other):
-                return call[0]
-    return None
-
-
-def _name_of(module: nn.Module, model: nn.Module) -> str:
-    return next(name for name, other in model.named_modules() if other is module)
-
-
-def _is_attention(module: nn.Module, model: nn.Module, attachment: Attachment | None) -> bool:
-    is_attached = attachment is not None and module in attachment.ledger.records
-    return is_attached or looks_like_attention(_name_of(module, model), module)
-
-
-# By module and the number of its call; in the order in which calls end.
-Fingerprints = dict[tuple[nn.Module, int], tuple[list[Tensor], list[Tensor]]]
-
-
-@contextlib.contextmanager
-def _fingerprints(probe: _Probe, names: Mapping[nn.Module, str]) -> Iterator[Fingerprints]:
-    """One number a token of each input and output of each call of a module."""
-    calls: Fingerprints = {}
-    counts: Counter[nn.Module] = Counter()
-
-    def take(value: Any) -> list[Tensor]:
-        return [_fingerprint(t) for t in _tensors(value) if t.is_floating_point() and probe._fits(t)]
-
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        plain = output if isinstance(output, (Tensor, tuple, list, dict)) else getattr(output, "__dict__", ())
-        calls[module, counts[module]] = (take((args, kwargs)), take(plain))
-        counts[module] += 1
-
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in names]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    values = tensor.detach().flatten(2).double()
-    return (values * torch.linspace(1, 2, values.shape[-1], device=values.device)).sum(-1).flatten().cpu()
-
-
-def _same(before: list[Tensor], after: list[Tensor], rows: Tensor) -> bool:
-    return len(before) == len(after) and all(
-        torch.allclose(one[rows], two[rows], rtol=1e-9, atol=1e-12, equal_nan=True)
-        for one, two in zip(before, after, strict=True)
-    )
-
-
-def _reason(module: nn.Module, model: nn.Module, attachment: Attachment | None) -> str:
-    name = _name_of(module, model)
-    kind = type(module).__name__
-    if any(leaking == name or name.startswith(leaking + ".") for leaking in leaking_layers(model)):
-        return f"{kind} mixes tokens without attention (state space, convolution or linear attention)"
-    if attachment is None:
-        return f"{kind} ran stock attention: the model is not attached"
-    record = attachment.ledger.records.get(module)
-    if record is not None and record.taken == 0:
-        return f"{kind} was not taken: {record.last_passed or why_no_call(module)}"
-    if record is not None:
-        return f"{kind} computes something across tokens beside its packed attention"
-    if looks_like_attention(name, module):
-        return f"{kind} is attention that attach did not find; name it with match="
-    return f"{kind} mixes tokens in a way of its own"
