@@ -370,6 +370,34 @@ def test_mixture_of_experts_of_transformers_in_bfloat16(implementation):
     assert result.ok, str(result)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_experts_chosen_by_close_scores_in_bfloat16(seed):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    config = transformers.MixtralConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=8,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).to(torch.bfloat16)
+    positions = torch.cat([torch.arange(n) for n in (40, 30, 50, 8)])[None]
+    with packed_sdpa.attach(model):
+        tokens = torch.randint(256, positions.shape)
+        result = packed_sdpa.check_isolation(model, {"input_ids": tokens, "position_ids": positions})
+    assert result.ok, str(result)  # two of the seeds differ by more than is usual: the stock model's rounding does too
+
+
+def test_what_is_not_the_stock_models_rounding_is_told_in_bfloat16():
+    model = ARCHITECTURES["llama"].make(dtype=torch.bfloat16)
+    batch = packed_batch()
+    with packed_sdpa.attach(model) as handle:
+        size = float(model(**batch).logits.detach().abs().max())
+        model.lm_head.register_forward_hook(lambda *call: call[2] + 0.3 * size if handle.enabled else None)
+        result = packed_sdpa.check_isolation(model, batch)
+    row = result.rows[2]
+    assert not row.ok and row.allowed == pytest.approx(0.1 * 1.3 * size, rel=0.1)
+    assert "rounding puts the stock model itself off by" in row.detail
+
+
 class Unattached(nn.Module):
     """Stock attention, then a list of experts of which only those with tokens are called."""
 
