@@ -45,10 +45,14 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
     const LayoutTensors layout{cu_seqlens_q,  cu_seqlens_k,     token_index_q,
                                token_index_k, diagonal_offsets, max_seqlens};
     const ops::Settings settings{{is_causal, window_left, window_right}, scale, dropout_p, backend};
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [out, lse, rng_state] = ops::varlen_attention_forward(query, key, value, layout, settings);
-    ctx->save_for_backward({query, key, value, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, token_index_q,
-                            token_index_k, diagonal_offsets, max_seqlens});
+    const auto [out, lse, rng_state] = [&] {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      return ops::varlen_attention_forward(query, key, value, layout, settings);
+    }();
+    // Not the output itself: where a hook on saved tensors raises (a checkpoint that stops its recompute
+    // early), the node would keep it, and it the node, for good. A detached one shares its version counter.
+    ctx->save_for_backward({query, key, value, out.detach(), lse, rng_state, cu_seqlens_q, cu_seqlens_k,
+                            token_index_q, token_index_k, diagonal_offsets, max_seqlens});
     ctx->saved_data["is_causal"] = is_causal;
     ctx->saved_data["window_left"] = window_left;
     ctx->saved_data["window_right"] = window_right;

@@ -35,9 +35,8 @@ std::vector<std::vector<std::string>> explain_op(const at::Tensor& query, const 
   call.value = as_computed(value);
   checks::attention_inputs(call.query, call.key, call.value);
   call.layout = checks::layout_list(layout);
-  call.mask = {is_causal, window_left, window_right};
+  call.mask = checks::mask({is_causal, window_left, window_right});
   call.dropout_p = dropout_p;
-  checks::mask(call.mask);
   checks::dropout(dropout_p);
   std::vector<std::vector<std::string>> rows;
   for (const BackendReport& report : explain(make_request(call), backend)) {

@@ -255,7 +255,7 @@ void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q,
   documents(tensors, rows_q, rows_k);
 }
 
-void mask(const MaskOptions& mask) {
+MaskOptions mask(const MaskOptions& mask) {
   TORCH_CHECK_VALUE(mask.window_left >= -1, "window_size[0] must be -1 (unlimited) or at least 0, got ",
                     mask.window_left);
   TORCH_CHECK_VALUE(mask.window_right >= -1, "window_size[1] must be -1 (unlimited) or at least 0, got ",
@@ -263,6 +263,9 @@ void mask(const MaskOptions& mask) {
   TORCH_CHECK_VALUE(!mask.is_causal || mask.window_right <= 0,
                     "window_size[1] must be -1 or 0 when is_causal, got ", mask.window_right,
                     "; a causal row sees no row ahead");
+  // No two rows are so far apart; kernels add to these counts, some in int32.
+  const auto reachable = [](int64_t rows) { return rows < kMaxFlatRows ? rows : -1; };
+  return {mask.is_causal, reachable(mask.window_left), reachable(mask.window_right)};
 }
 
 void dropout(double dropout_p) {

@@ -37,9 +37,10 @@ void token_index(const at::Tensor& index, const at::Tensor& offsets, const char*
 LayoutTensors layout_list(at::TensorList tensors);
 void layout_tensors(const LayoutTensors& tensors, int64_t batch, int64_t rows_q, int64_t rows_k);
 
-// Options alone: window, dropout, scale, backend name.
+// Options alone: window, dropout, scale, backend name. mask: the same, with -1 for counts that no two rows
+// are apart.
 void options(const AttentionOptions& options);
-void mask(const MaskOptions& mask);
+MaskOptions mask(const MaskOptions& mask);
 void dropout(double dropout_p);
 void scale(double scale);
 // query, key, value: 4-D, floating, same dtype and device, equal batch, Hq % Hkv == 0, equal D and S.

@@ -291,8 +291,8 @@ std::vector<LayoutTensors> PackedLayout::device_tensors() const {
   return tensors;
 }
 
-at::Tensor PackedLayout::materialize_mask(const MaskOptions& options) const {
-  checks::mask(options);
+at::Tensor PackedLayout::materialize_mask(const MaskOptions& given) const {
+  const MaskOptions options = checks::mask(given);
   const LayoutTensors& host = data_->host;
   at::Tensor mask = at::zeros({batch(), rows_q(), rows_k()}, at::kBool);
   at::Tensor flat = mask.view({-1, rows_k()});

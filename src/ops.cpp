@@ -47,11 +47,10 @@ AttentionCall checked_call(const at::Tensor& query, const at::Tensor& key, const
   call.key = key;
   call.value = value;
   call.layout = {cu_seqlens_q, cu_seqlens_k, token_index_q, token_index_k, diagonal_offsets, max_seqlens};
-  call.mask = {is_causal, window_left, window_right};
+  call.mask = checks::mask({is_causal, window_left, window_right});
   call.scale = scale;
   call.dropout_p = dropout_p;
   checks::attention_inputs(query, key, value);
-  checks::mask(call.mask);
   checks::dropout(dropout_p);
   checks::scale(scale);
   TORCH_CHECK_VALUE(cu_seqlens_q.device() == query.device(), "the layout is on ", cu_seqlens_q.device(),

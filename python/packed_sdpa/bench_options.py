@@ -68,6 +68,8 @@ class BenchOptions:
         ):
             if value is not None and value < 1:
                 raise InputError(f"{flag} must be at least 1, got {value}")
+        if not options.seconds_each > 0:
+            raise InputError(f"--seconds-each must be above 0, got {options.seconds_each}")
         check_targets(options.json, options.markdown, options.plot, PLOT_FILES)
         return options
 

@@ -22,8 +22,8 @@ from packed_sdpa.documents import (
     Documents,
     find_documents,
     found_or_armed,
-    numbered,
 )
+from packed_sdpa.numbering import numbered
 from packed_sdpa.tables import as_text
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from packed_sdpa.armed import ArmedDocuments
 from packed_sdpa.layout import PackedLayout
+from packed_sdpa.numbering import numbered
 
 OWN_KEYWORDS = ("doc_ids", "_packed_seq_ids")
 """Keywords that only tell documents: no model computes with them unless it declares them."""
@@ -132,6 +133,8 @@ def find_documents(
 
     Raises ValueError for a source of the wrong shape, and when two sources disagree.
     """
+    if "block_table" in arguments and arguments.get("cache") is not None:
+        return None  # Transformers' continuous batching: its offsets are those of a paged cache
     arguments, told = sources_on_host(arguments, told)
     shape = _batch_shape(arguments)
     padding_mask = _padding_mask(arguments, shape)
@@ -442,18 +445,6 @@ def found_or_armed(found: Documents | None, armed: Documents | None) -> Document
         *(_Claim(each.source, each.doc_ids, each.boundaries_only, each.positions) for each in (found, armed))
     )
     return armed if found.boundaries_only else found
-
-
-def numbered(*columns: Tensor) -> tuple[Tensor, int]:
-    """Integer columns of one length -> for each of their tuples which of the distinct ones it is, from 0; their count.
-
-    As ``torch.stack(columns).unique(dim=1, return_inverse=True)``, which is an operator call a tuple.
-    """
-    values, numbers = columns[0].unique(return_inverse=True)
-    for column in columns[1:]:
-        others, places = column.unique(return_inverse=True)
-        values, numbers = (numbers * others.numel() + places).unique(return_inverse=True)
-    return numbers, values.numel()
 
 
 def _check_agreement(first: _Claim, other: _Claim) -> None:

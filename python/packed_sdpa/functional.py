@@ -163,6 +163,11 @@ def attention_on_tensors(
     Backends that are Python packages give an empty lse; with need_lse they have a reason not to take the call.
     """
     _check_numbers(scale, dropout_p)
+    if dropout_p != 0.0 and _torch_private.in_func_transform():
+        raise NotImplementedError(
+            f"dropout_p is {dropout_p!r} under a torch.func transform, whose randomness= the kernels do not follow; "
+            "use dropout_p=0.0 there, or call it for each sample"
+        )
     if scale is None:
         scale = max(query.shape[-1], 1) ** -0.5  # the operator refuses head_dim 0
     package = package_registry.named(backend)
@@ -172,7 +177,8 @@ def attention_on_tensors(
                 f"backend '{backend}' does not support torch.func transforms (vmap, grad, jvp, ...); use "
                 "loss.backward() or torch.autograd.grad, or under vmap backend='auto'"
             )
-        call = PackageCall(query, key, value, layout, is_causal, window_size, scale, dropout_p, need_lse)
+        sides = _reachable(window_size)
+        call = PackageCall(query, key, value, layout, is_causal, sides, scale, dropout_p, need_lse)
         reasons = package.unsupported_reasons(call)
         if not reasons:
             return package.attention(call), query.new_empty(0, dtype=torch.float32)
@@ -251,7 +257,7 @@ def explain_on_tensors(
 ) -> BackendReports:
     """As :func:`explain`, of a call of :func:`attention_on_tensors`."""
     _check_numbers(None, dropout_p)
-    call = PackageCall(query, key, value, layout, is_causal, window_size, 1.0, dropout_p, False)
+    call = PackageCall(query, key, value, layout, is_causal, _reachable(window_size), 1.0, dropout_p, False)
     asked = package_registry.named(backend)
     package_takes_it = asked is not None and not asked.unsupported_reasons(call)
     if asked is not None and backend.startswith(package_registry.AUTO_PREFIX) and not package_takes_it:
@@ -284,6 +290,15 @@ def _check_options(is_causal: bool, window_size: tuple[int, int], backend: str) 
         raise TypeError(f"backend must be a name such as 'auto', got {backend!r}")
 
 
+_MOST_ROWS = 2**31 - 1
+
+
+def _reachable(window_size: tuple[int, int]) -> tuple[int, int]:
+    """The same window, with -1 for counts that no two rows are apart: packages keep them in 32 bits."""
+    left, right = (side if side < _MOST_ROWS else -1 for side in window_size)
+    return left, right
+
+
 def _is_count(value: object) -> bool:
     return type(value) is int or (isinstance(value, int) and not isinstance(value, bool))
 
@@ -313,6 +328,9 @@ def _check_layout(query: Tensor, key: Tensor, layout: PackedLayout | GraphLayout
         raise TypeError(
             f"layout must be a PackedLayout, got {type(layout).__name__}; make one with PackedLayout.from_doc_ids(ids)"
         )
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor):
+        name, wrong = ("key", key) if isinstance(query, Tensor) else ("query", query)
+        raise TypeError(f"{name} must be a tensor, got {type(wrong).__name__}; pass torch.as_tensor(...)")
     query_shape, key_shape = query.shape, key.shape
     if len(query_shape) != 4 or len(key_shape) != 4:
         raise ValueError(

@@ -48,6 +48,13 @@ _REFUSED_KEYWORDS = {
 }
 
 
+_NO_MASK = (
+    "the documents in the place of an attention mask: a layer of this model computes attention itself, or makes a mask "
+    "of the mask, not through Transformers' attention interface; use packed_sdpa.attach(model, route='hooks'), or "
+    "detach"
+)
+
+
 class DocumentMask(NamedTuple):
     """What a layer is given in the place of its attention mask."""
 
@@ -58,6 +65,9 @@ class DocumentMask(NamedTuple):
     ledger: Ledger | None  # None: a model that uses the name without attach, whose calls nobody can read
     unattached: tuple[Tensor | None] | None = None  # the mask of a layer that has our name but is not attached
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"packed_sdpa: {name!r} was asked of {_NO_MASK}" if hasattr(Tensor, name) else name)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _torch_private.in_backward():  # detached since the forward
@@ -66,21 +76,26 @@ class DocumentMask(NamedTuple):
                 "mask when a forward was recomputed in backward: the model was detached before; detach after backward"
             )
         raise RuntimeError(  # a TypeError of an operator would lose its text
-            f"packed_sdpa: {getattr(func, '__name__', func)} was given the documents in the place of an attention "
-            "mask: a layer of this model computes attention itself, not through Transformers' attention interface; "
-            "use packed_sdpa.attach(model, route='hooks'), or detach"
+            f"packed_sdpa: {getattr(func, '__name__', func)} was given {_NO_MASK}"
         )
 
 
 class SwitchedImplementation(str):
     """The name ``packed_sdpa`` in a config; copies and pickles come out as the name that it replaced."""
 
-    original: str
+    before: str | None  # what the config had; another attached model's name where models share one
+    is_undone: bool
 
-    def __new__(cls, original: str) -> SwitchedImplementation:
+    def __new__(cls, before: str | None) -> SwitchedImplementation:
         name = super().__new__(cls, IMPLEMENTATION)
-        name.original = original
+        name.before = before
+        name.is_undone = False
         return name
+
+    @property
+    def original(self) -> str:
+        before = self.before
+        return before.original if isinstance(before, SwitchedImplementation) else before or "sdpa"
 
     def __reduce__(self) -> tuple:
         return str, (str(self.original),)
@@ -563,12 +578,15 @@ def window_of_width(sliding_window: object) -> tuple[int, int]:
 
 def switch_implementation(config: Any) -> Callable[[], None]:
     """Sets one config (not its sub-configs) to our name; returns what undoes it."""
-    before = config._attn_implementation_internal
-    switched = SwitchedImplementation(before or "sdpa")
+    switched = SwitchedImplementation(config._attn_implementation_internal)
     config._attn_implementation_internal = switched
 
     def undo() -> None:
-        if config._attn_implementation_internal is switched:
-            config._attn_implementation_internal = before
+        switched.is_undone = True
+        while True:  # models that share the config may be detached in any order
+            now = config._attn_implementation_internal
+            if not isinstance(now, SwitchedImplementation) or not now.is_undone:
+                return
+            config._attn_implementation_internal = now.before
 
     return undo

@@ -116,6 +116,23 @@ def current_frame() -> Frame | None:
     return frames[-1] if frames else None
 
 
+_DEPTH_OF_PATCHES = 8  # frames between a patch and the call of what it found
+
+
+def _is_within_patch(caller: FrameType) -> bool:
+    """The call comes out of somebody's function that is now in SDPA's place: it found ours there, and was kept."""
+    patch = F.scaled_dot_product_attention
+    code = getattr(patch, "__code__", None) or getattr(type(patch).__call__, "__code__", None)
+    frame: FrameType | None = caller
+    for _ in range(_DEPTH_OF_PATCHES):
+        if code is None or frame is None or patch is _packed:
+            return False
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def called_as_sdpa(caller: FrameType) -> bool:
     """``caller``, outside of every hooked forward, calls the packed function for SDPA, in whose place it found it.
 
@@ -128,6 +145,8 @@ def called_as_sdpa(caller: FrameType) -> bool:
         others = [thread for thread in _visitors if thread is not threading.current_thread()]
     if by_hand or not _has_swapped:
         return False
+    if _is_within_patch(caller):
+        return True
     called = names_at_call(caller)
     if _SDPA in called or _PACKED in called:
         return _PACKED not in called
@@ -229,6 +248,8 @@ def call_outside(*args: Any, **kwargs: Any) -> Tensor:
 def _outside_of(current: Sdpa) -> Sdpa:
     if _thread.by_name:
         return _torch_private.STOCK_SDPA
-    if _thread.outside:  # somebody's patch calls the packed function, which it took for the original
-        return _before_outer if _before_outer is not _packed else _torch_private.STOCK_SDPA
+    # Somebody's patch calls the packed function, which it took for the original.
+    if _thread.outside or (not _thread.frames and _is_within_patch(sys._getframe(1))):
+        original = _before_outer if current is _packed or current is _outer else _outer
+        return original if original is not _packed else _torch_private.STOCK_SDPA
     return _outer if _thread.frames or current is _packed else current

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from packed_sdpa import _torch_private
 from packed_sdpa.armed import ArmedDocuments
+from packed_sdpa.numbering import numbered
 
+_ROWS_INSIDE = 128
 _CHUNK_ELEMENTS = 1 << 20  # pairs looked at together: a chunk of rows, never S x S
 
 ON_MASK = ("error", "warn", "ignore")
@@ -105,6 +107,51 @@ def _compare(
     return torch.stack([value.long() for value in found]), differs.shape
 
 
+def differs_inside(
+    doc_ids: Tensor, rule: MaskRule, look: Callable[[slice, slice], Tensor], pieces: Tensor | None = None
+) -> bool:
+    """Whether mask and rule differ anywhere inside a document. As :func:`differing_pair`, but it does not say where and
+    looks at no columns before or behind the documents of a few rows: O(S * (longest document)).
+
+    look: rows and columns -> bool, True where the model's mask lets see. All on the host.
+    """
+    batch, size = doc_ids.shape
+    if doc_ids.numel() == 0:
+        return False
+    keys = torch.arange(size, device="cpu")
+    row = torch.arange(batch, device="cpu")[:, None].expand_as(doc_ids)
+    document, count = numbered(row.flatten(), doc_ids.flatten())
+    column = keys.expand_as(doc_ids).flatten()
+    first, last = (
+        torch.zeros(count, dtype=torch.int64, device="cpu")
+        .scatter_reduce_(0, document, column, kind, include_self=False)[document]
+        .view_as(doc_ids)
+        for kind in ("amin", "amax")
+    )
+    padding = doc_ids == 0
+    begins = first.masked_fill(padding, size).amin(0).tolist()
+    ends = last.masked_fill(padding, -1).amax(0).tolist()
+    left, right = (min(side, size) for side in rule.window_size)
+    keys, number = keys.int(), document.view_as(doc_ids).int()  # half of what is read for each pair
+    for begin in range(0, size, _ROWS_INSIDE):
+        rows = slice(begin, min(size, begin + _ROWS_INSIDE), 1)
+        columns = slice(min(begins[rows]), max(ends[rows]) + 1)
+        if columns.start >= columns.stop:
+            continue
+        queries, near = keys[rows, None], keys[columns]
+        want = near <= queries if rule.is_causal else near >= 0
+        if left >= 0:
+            want = want & (near >= queries - left)
+        if right >= 0 and not rule.is_causal:
+            want = want & (near <= queries + right)
+        if pieces is not None:
+            want = want & (pieces[:, None, rows, None] == pieces[:, None, None, columns])
+        inside = (number[:, rows, None] == number[:, None, columns]) & ~padding[:, rows, None]
+        if bool(((look(rows, columns) != want) & inside[:, None]).any()):
+            return True
+    return False
+
+
 def _means_others(reach: Sequence[int]) -> bool:
     """A window that is no part of the rule hides far pairs and lets near ones see each other; this mask does not."""
     return reach[0] >= reach[1]
@@ -136,16 +183,16 @@ class DenseMask:
             raise MaskNotHonouredError(f"attention_mask requires a gradient, so it is a learned bias; {_TAKES_NO_BIAS}")
         self._dense = dense.detach().expand(-1, -1, size, size)  # a mask of keys alone has one row
 
-    def visible(self, rows: slice) -> Tensor:
+    def visible(self, rows: slice, columns: slice = slice(None)) -> Tensor:
         """Raises :class:`MaskNotHonouredError` when an additive mask holds other values: it is a bias."""
-        seen, has_bias = self.look(rows)
+        seen, has_bias = self.look(rows, columns)
         if has_bias is not None and bool(has_bias):
             raise MaskNotHonouredError(HAS_BIAS)
         return seen
 
-    def look(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+    def look(self, rows: slice, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """What :meth:`visible` returns, and whether there are other values (None: there cannot be). Reads nothing."""
-        part = self._dense[:, :, rows]
+        part = self._dense[:, :, rows, columns]
         if part.dtype == torch.bool:
             return part, None
         if not part.is_floating_point():
@@ -178,7 +225,8 @@ def recorded_event(device: torch.device) -> torch.cuda.Event:
 
 
 class DenseMaskAudit:
-    """Looks at dense masks: all rows of a kind of mask when first seen, later a sample.
+    """Looks at dense masks: all of a kind of mask when first seen, later what is inside documents and a sample of the
+    rest; on a CUDA device a sample of all.
 
     ``kinds``: those that one module has shown; what one layer means by its masks says nothing of another's. What a
     sample on a CUDA device shows is told by a later look, or by :meth:`finish`: no forward waits for it.
@@ -221,7 +269,7 @@ class DenseMaskAudit:
         sampled_on_host: bool = True,
     ) -> None:
         """``name``: of the mask, in what is said of it. pieces: the documents cut by the rule's chunk_size.
-        sampled_on_host: else all rows of each mask of the host."""
+        sampled_on_host: what is between documents; else all of each mask of the host."""
         if self._on_mask == "ignore":
             return
         self._tell_what_arrived()
@@ -248,6 +296,8 @@ class DenseMaskAudit:
             else:
                 cut = None if pieces is None else pieces.doc_ids
                 reach = list(NO_REACH)
+                if rows is not None and differs_inside(documents.doc_ids, rule, dense.visible, cut):
+                    rows = None  # to say where
                 pair = differing_pair(documents.doc_ids, rule, dense.visible, mask.device, rows, cut, reach)
                 if pair is None and _means_others(reach):
                     raise MaskNotHonouredError(f"{name}: {MEANS_OTHERS}")

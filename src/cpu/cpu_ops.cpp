@@ -53,11 +53,10 @@ WorkItemNotes cpu_work_items(const at::Tensor& query, const at::Tensor& key, con
   call.key = key;
   call.value = value;
   call.layout = checks::layout_list(layout);
-  call.mask = {is_causal, window_left, window_right};
+  call.mask = checks::mask({is_causal, window_left, window_right});
   call.scale = 1.0 / std::sqrt(static_cast<double>(query.size(3)));
   TORCH_CHECK_VALUE(num_threads >= 1 && num_threads <= 1 << 16, "num_threads must be in [1, 65536], got ",
                     num_threads);
-  checks::mask(call.mask);
   checks::layout_tensors(call.layout, query.size(0), query.size(2), key.size(2));
   WorkItemNotes columns;
   auto& [seconds, sums, first_tiles, num_tiles] = columns;

@@ -745,3 +745,33 @@ def test_a_misspelt_keyword_is_not_swallowed(llama, batch, keyword, meant):
 def test_other_keywords_go_on(llama, batch):
     with packed_sdpa.attach(llama):
         llama(**batch, labels=batch["input_ids"], num_items_in_batch=3, output_attentions=False, logits_to_keep=0)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
+def test_models_that_share_a_config_are_detached_in_any_order(llama, order):
+    models = [llama, type(llama)(llama.config), type(llama)(llama.config)]
+    handles = [packed_sdpa.attach(model) for model in models]
+    assert (
+        llama.config._attn_implementation == "packed_sdpa"
+        and copy.deepcopy(llama.config)._attn_implementation == "sdpa"
+    )
+    for place in order:
+        handles[place].detach()
+    assert llama.config._attn_implementation == "sdpa" and type(llama.config._attn_implementation) is str
+
+
+def test_a_layer_that_makes_a_mask_of_the_mask_is_told_the_route():
+    from packed_sdpa.hf import DocumentMask
+
+    mask = DocumentMask(None, True, (-1, -1), None, None)
+    with pytest.raises(AttributeError, match=r"'ndim' was asked of the documents in the place .* route='hooks'"):
+        mask.ndim  # noqa: B018
+    assert not hasattr(mask, "shape") and not hasattr(mask, "nothing_of_a_tensor")
+
+
+def test_offsets_of_a_paged_cache_are_no_documents(batch):
+    from packed_sdpa.documents import find_documents
+
+    assert find_documents(batch) is not None
+    offsets = {"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": {}}
+    assert find_documents({**batch, **offsets, "cache": object(), "block_table": None}) is None

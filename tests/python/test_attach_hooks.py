@@ -655,19 +655,19 @@ def test_masks_that_look_across_documents():
 
 
 def test_each_module_s_first_mask_is_looked_at_whole():
-    """Though another module has only sampled it just now."""
+    """Though another module has only sampled what is between documents just now."""
     audit = mask_audit.DenseMaskAudit("error", set())
     size = 400
-    documents = ArmedDocuments(torch.ones(1, size, dtype=torch.long))
+    documents = ArmedDocuments(torch.arange(1, 3).repeat_interleave(200)[None])
     causal = torch.ones(size, size, dtype=torch.bool).tril()
     first, second = set(), set()
     audit(documents, (-1, -1), causal, False, kinds=first)
     odd = causal.clone()
-    odd[141, 142] = True
+    odd[341, 142] = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mask_audit, "_sample", lambda size, _: slice(0, size, 20))
         audit(documents, (-1, -1), odd, False, kinds=first)  # which the sample leaves out
-    with pytest.raises(packed_sdpa.MaskNotHonouredError, match="lets row 141 see row 142"):
+    with pytest.raises(packed_sdpa.MaskNotHonouredError, match="lets some tokens see another document"):
         audit(documents, (-1, -1), odd, False, kinds=second)
 
 
@@ -696,3 +696,46 @@ def test_a_mask_in_reused_memory_is_looked_at_again():
             uncounted = other.clone()
             assert audit(documents, (-1, -1), uncounted, False) is None
             assert audit(documents, (-1, -1), uncounted, False) is None and len(looked_at) == 4
+
+
+def test_every_row_inside_documents_is_looked_at_each_time():
+    """Masks that follow the data (sparse indexers, prefixes) agree with the rule in one batch and not in the next."""
+    audit = mask_audit.DenseMaskAudit("error", set())
+    documents = ArmedDocuments(torch.arange(1, 4).repeat_interleave(torch.tensor([10, 300, 90]))[None])
+    causal = torch.ones(400, 400, dtype=torch.bool).tril()
+    audit(documents, (-1, -1), causal, False)
+    for row in range(12, 400, 37):
+        hidden = causal.clone()
+        hidden[row, row - 1] = False
+        refused = rf"attn_mask: the model's mask does not let row {row} see row {row - 1} of the same document"
+        with pytest.raises(packed_sdpa.MaskNotHonouredError, match=refused):
+            audit(documents, (-1, -1), hidden, False)
+        with pytest.raises(packed_sdpa.MaskNotHonouredError, match=refused):
+            audit(documents, (-1, -1), hidden.logical_not().double() * -1e9, False)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rule", [(True, -1, -1), (True, 3, -1), (False, -1, -1), (False, 2, 2**40)])
+def test_differences_inside_documents_are_those_of_the_whole_look(rule, seed):
+    """Of documents side by side, in turns, and with padding, in one and more rows, heads and pieces."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 150 + 40 * seed
+    ids = torch.randint(0, 4, (1 + seed % 2, size), generator=generator)
+    if seed % 3:
+        ids = ids.sort(1)[0]
+    pieces = None if seed < 4 else (torch.arange(size) // 7).expand_as(ids)
+    of = mask_audit.MaskRule(rule[0], rule[1:])
+    row = torch.arange(size)
+    want = row <= row[:, None] if of.is_causal else torch.ones(size, size, dtype=torch.bool)
+    if rule[1] >= 0:
+        want = want & (row[:, None] - row <= rule[1])
+    seen = want.expand(1, 2, size, size).clone()
+    if pieces is not None:
+        seen &= pieces[0][:, None] == pieces[0]
+    for place in (None, *torch.randint(0, size, (20, 2), generator=generator).tolist()):
+        given = seen.clone()
+        if place is not None:
+            given[0, 1, place[0], place[1]] ^= True
+        whole = mask_audit.differing_pair(ids, of, lambda rows, m=given: m[:, :, rows], ids.device, None, pieces)
+        found = mask_audit.differs_inside(ids, of, lambda rows, columns, m=given: m[:, :, rows, columns], pieces)
+        assert found == (whole is not None), place

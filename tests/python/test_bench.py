@@ -322,6 +322,8 @@ def test_memory_in_a_process_of_its_own() -> None:
         (["--contenders", "xformers"], "--contenders must be of packed_sdpa, loop_expanded"),
         (["--dtype", "int8"], "--dtype must be of float32, bfloat16, float16, got 'int8'"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--seconds-each", "0"], "--seconds-each must be above 0, got 0.0"),
+        (["--seconds-each", "nan"], "--seconds-each must be above 0, got nan"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--memory", "4096,x"], "--memory must be counts of at least 1 separated by commas, got '4096,x'"),
         (["--json", "."], "--json . is a folder; pass a file to write"),

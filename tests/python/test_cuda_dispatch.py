@@ -159,7 +159,9 @@ def test_flash_window_arguments(calls, is_causal, window_size, handed):
 
 
 @forms
-@pytest.mark.parametrize("window_size,handed", [((0, 0), 1), ((3, -1), 4), ((31, 0), 32), ((2**62, 0), 129)])
+@pytest.mark.parametrize(
+    "window_size,handed", [((0, 0), 1), ((3, -1), 4), ((31, 0), 32), ((2**30, 0), 129), ((2**62, 0), None)]
+)
 def test_efficient_window_argument(calls, window_size, handed, form):
     """It counts the row itself, and is never longer than a document."""
     ids = packing("tile_plus_one")
@@ -525,3 +527,12 @@ def test_graph_layout_on_a_device_has_no_offsets_on_the_host():
     tensors = [torch.empty(1, 2, 8, 16, device="meta", dtype=torch.bfloat16) for _ in range(3)]
     reports = {report.name: report.reasons for report in packed_sdpa.explain(*tensors, layout)}
     assert "GraphLayout" in reports["per_document"][0]
+
+
+@pytest.mark.parametrize("rows", [2**31 - 1, 2**32, 2**62])
+def test_flash_is_handed_no_window_that_no_row_reaches(rows):
+    """Its kernel keeps the counts in a C int, in which 2**32 is 0."""
+    operands = torch.randn(3, 1, 2, 14, 16, dtype=torch.bfloat16)
+    with stand_ins() as calls:
+        packed_attention(*operands, PackedLayout.from_seqlens([5, 9]), window_size=(rows, 0), backend="flash")
+    assert calls.flash_forward[-1].get("window_size_left") is None

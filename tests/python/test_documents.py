@@ -7,7 +7,8 @@ import torch
 
 import packed_sdpa
 from packed_sdpa import PackedLayout
-from packed_sdpa.documents import find_documents, found_or_armed, from_doc_ids, numbered
+from packed_sdpa.documents import find_documents, found_or_armed, from_doc_ids
+from packed_sdpa.numbering import numbered
 
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
 

@@ -64,10 +64,10 @@ def nothing_is_left():
 @pytest.fixture(autouse=True)
 def clean():
     disable_cp1_packed_varlen()
-    assert nothing_is_left()
+    assert nothing_is_left(), left_behind()
     yield
     disable_cp1_packed_varlen()
-    assert nothing_is_left()
+    assert nothing_is_left(), left_behind()
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ def test_case_34_what_raises_leaves_nothing(error, direct):
     model.self_attn.before = fail
     with pytest.raises(error):
         (model.self_attn.forward if direct else model)(operand())
-    assert nothing_is_left()
+    assert nothing_is_left(), left_behind()
     model.self_attn.before = lambda: None
     enable_cp1_packed_varlen(IDS, "flash")
     x = operand()
@@ -230,7 +230,7 @@ def test_case_34_checkpoint_with_early_stop():
     enable_cp1_packed_varlen(IDS, "flash")
     x = operand().requires_grad_()
     checkpoint(model.self_attn, x, use_reentrant=False).square().sum().backward()
-    assert nothing_is_left()
+    assert nothing_is_left(), left_behind()
     (right,) = torch.autograd.grad(packed_result(x).square().sum(), x)
     torch.testing.assert_close(x.grad, right)
 
@@ -244,7 +244,7 @@ def test_case_34_nested_self_attn():
     x = operand()
     torch.testing.assert_close(outer(x), packed_result(x))
     assert seen == [2]
-    assert nothing_is_left()
+    assert nothing_is_left(), left_behind()
 
 
 def test_unhook_leaves_the_module_as_it_was_found():
@@ -317,6 +317,40 @@ def test_case_35_a_patch_during_a_hooked_forward_stays():
         torch.testing.assert_close(model(x), STOCK(x, x, x))
         assert F.scaled_dot_product_attention is not _packed_varlen_sdpa
     finally:
+        F.scaled_dot_product_attention = STOCK
+
+
+class Wrapper:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: lambda *args, **kwargs: f(*args, **kwargs), Wrapper], ids=["code", "class"])
+def test_case_35_a_patch_that_found_ours_and_stays_is_stock_elsewhere(wrap):
+    """A library that patches lazily, in a first forward; while armed a vision tower of the same shape calls it."""
+    model = hooked(Attention())
+    enable_cp1_packed_varlen(IDS, "flash")
+
+    calls = []
+
+    def patch_now():
+        original = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = wrap(lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1])
+        model.self_attn.before = lambda: None
+
+    model.self_attn.before = patch_now
+    x = operand()
+    try:
+        for _ in range(2):
+            torch.testing.assert_close(model(x), packed_result(x))
+            calls.clear()
+            torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x), STOCK(x, x, x))
+            assert len(calls) == 1
+    finally:
+        disable_cp1_packed_varlen()
         F.scaled_dot_product_attention = STOCK
 
 
@@ -749,7 +783,7 @@ def test_interrupt_main():
             model(operand())
     finally:
         signal.signal(signal.SIGINT, before)
-    assert nothing_is_left()
+    assert nothing_is_left(), left_behind()
 
 
 def test_model_of_the_recompute_tests_is_hooked_by_name():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.utils.checkpoint
 from cases import packing
 
 import packed_sdpa
@@ -181,3 +185,62 @@ REFUSALS = [
 def test_refusals(call, error, message):
     with pytest.raises(error, match=message):
         call(*operands(requires_grad=False), PackedLayout.from_doc_ids(IDS))
+
+
+@pytest.mark.parametrize("ends_with_attention", [True, False])
+def test_a_recompute_that_stops_early_at_the_operator_is_freed(ends_with_attention):
+    """A checkpoint raises in its hook on saved tensors once all are there: the node must not keep its own output."""
+    layout = PackedLayout.from_doc_ids(torch.tensor([1, 1, 1, 2, 2]))
+    seen = []
+
+    def region(x, weight):
+        query = x * weight
+        seen.append(weakref.ref(query))
+        out = packed_attention(query, x, x, layout)
+        return out if ends_with_attention else out * weight
+
+    weight = torch.ones((), requires_grad=True)
+    for _ in range(3):
+        out = torch.utils.checkpoint.checkpoint(region, torch.randn(1, 2, 5, 8), weight, use_reentrant=False)
+        out.sum().backward()
+        del out
+    gc.collect()
+    assert len(seen) == 6 and all(reference() is None for reference in seen)
+
+
+def test_an_output_that_is_overwritten_before_backward_is_told():
+    query = torch.randn(1, 2, 5, 8, requires_grad=True)
+    out = packed_attention(query, query, query, PackedLayout.from_seqlens([3, 2]))
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "per_document", "reference"])
+@pytest.mark.parametrize("ids", [[1, 1, 1, 2, 2, 0], [1, 1, 2, 1, 1, 2], [1] * 40])
+def test_windows_beyond_every_row_are_none(backend, ids):
+    layout = PackedLayout.from_doc_ids(torch.tensor(ids))
+    leaves = [torch.randn(1, 2, len(ids), 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def results(window_size, is_causal):
+        out = packed_attention(*leaves, layout, window_size=window_size, is_causal=is_causal, backend=backend)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    for is_causal in (False, True):
+        expected = results((-1, -1), is_causal)
+        for rows in (2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1):
+            for window_size in ((rows, -1), (-1, rows), (rows, rows), (rows, 0)):
+                if (is_causal and window_size[1] > 0) or (not is_causal and window_size[1] == 0):
+                    continue
+                assert all(map(torch.equal, results(window_size, is_causal), expected)), window_size
+                plain = layout.materialize_mask(is_causal=is_causal)
+                assert torch.equal(layout.materialize_mask(is_causal=is_causal, window_size=window_size), plain)
+
+
+def test_operands_that_are_no_tensors():
+    layout = PackedLayout.from_seqlens([3, 2])
+    query = torch.randn(1, 2, 5, 8)
+    with pytest.raises(TypeError, match="query must be a tensor, got NoneType"):
+        packed_attention(None, query, query, layout)
+    with pytest.raises(TypeError, match="key must be a tensor, got ndarray"):
+        packed_attention(query, query.numpy(), query, layout)

@@ -264,3 +264,15 @@ def test_an_attached_model_under_transforms(route):
         leaves = {name: parameter.clone().requires_grad_() for name, parameter in parameters.items()}
         gradients = torch.autograd.grad(loss(leaves, packed), list(leaves.values()), create_graph=True)
         refused("second derivative of varlen_attention", lambda: sum(g.sum() for g in gradients).backward())
+
+
+def test_dropout_under_vmap_is_refused():
+    layout = packed_sdpa.PackedLayout.from_seqlens([3, 2])
+    queries = torch.randn(2, 1, 2, 5, 8)
+
+    def dropped(query):
+        return packed_sdpa.packed_attention(query, query, query, layout, dropout_p=0.5)
+
+    for randomness in ("error", "same", "different"):
+        with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.5 under a torch\.func transform"):
+            torch.func.vmap(dropped, randomness=randomness)(queries)
