@@ -72,6 +72,7 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.outside = False  # an intercepted call is being passed through
+        self.level = 0  # place in _found of what it is passed to
         self.by_name = False  # the operator itself was called, past the attribute
 
 
@@ -86,7 +87,8 @@ _packed: Sdpa | None = None  # the function that takes SDPA's place
 _has_swapped = False  # at least once
 _is_swapped = False  # the packed function is in SDPA's place by us, not by the user's own hand
 _outer: Sdpa = F.scaled_dot_product_attention  # what was there when the first thread entered
-_before_outer: Sdpa = _torch_private.STOCK_SDPA
+_MOST_FOUND = 16
+_found: list[Sdpa] = [_torch_private.STOCK_SDPA]  # what has been there, the oldest first, _outer the last
 
 
 def install(packed: Sdpa, native_multi_head_attention: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
@@ -123,9 +125,11 @@ def _is_within_patch(caller: FrameType) -> bool:
     """The call comes out of somebody's function that is now in SDPA's place: it found ours there, and was kept."""
     patch = F.scaled_dot_product_attention
     code = getattr(patch, "__code__", None) or getattr(type(patch).__call__, "__code__", None)
+    if code is None or patch is _packed:
+        return False
     frame: FrameType | None = caller
     for _ in range(_DEPTH_OF_PATCHES):
-        if code is None or frame is None or patch is _packed:
+        if frame is None:
             return False
         if frame.f_code is code:
             return True
@@ -163,7 +167,7 @@ def height() -> int:
 
 def enter(hook: AttentionHook) -> Frame:
     """Begins a hooked forward in this thread. The caller leaves it, by the height before, in a ``finally``."""
-    global _outer, _before_outer, _has_swapped, _is_swapped
+    global _outer, _has_swapped, _is_swapped
     frame = Frame(hook)
     frames = _thread.frames
     if frames:
@@ -177,9 +181,11 @@ def enter(hook: AttentionHook) -> Frame:
                 _visitors.add(threading.current_thread())
             current = F.scaled_dot_product_attention
             if current is not _packed:
-                if current is not _outer:
-                    _before_outer = _outer
-                    _outer = current
+                if current is not _found[-1]:
+                    del _found[_level_of(current) :]
+                    _found.append(current)
+                    del _found[:-_MOST_FOUND]
+                _outer = current
                 _has_swapped = _is_swapped = True
                 F.scaled_dot_product_attention = _packed  # type: ignore[assignment]
     if not torch.compiler.is_compiling():
@@ -237,19 +243,29 @@ def without_catching(function: Callable[..., T], *args: Any, **kwargs: Any) -> T
 def call_outside(*args: Any, **kwargs: Any) -> Tensor:
     """Calls what F.scaled_dot_product_attention is outside of hooked forwards, or the operator that was asked for."""
     outer = _outside_of(F.scaled_dot_product_attention)
-    was_outside = _thread.outside
-    _thread.outside = True
+    before = _thread.outside, _thread.level
+    _thread.outside, _thread.level = True, _level_of(outer)
     try:
         return without_catching(outer, *args, **kwargs)
     finally:
-        _thread.outside = was_outside
+        _thread.outside, _thread.level = before
 
 
 def _outside_of(current: Sdpa) -> Sdpa:
     if _thread.by_name:
         return _torch_private.STOCK_SDPA
-    # Somebody's patch calls the packed function, which it took for the original.
-    if _thread.outside or (not _thread.frames and _is_within_patch(sys._getframe(1))):
-        original = _before_outer if current is _packed or current is _outer else _outer
-        return original if original is not _packed else _torch_private.STOCK_SDPA
+    # Somebody's patch calls the packed function, which it took for the original: it gets what it should have found.
+    if _thread.outside:
+        return _found_before(_thread.level)
+    if not _thread.frames and _is_within_patch(sys._getframe(1)):
+        return _found_before(_level_of(current))
     return _outer if _thread.frames or current is _packed else current
+
+
+def _level_of(function: Sdpa) -> int:
+    return next((level for level, found in enumerate(_found) if found is function), len(_found))
+
+
+def _found_before(level: int) -> Sdpa:
+    original = _found[level - 1] if level > 0 else _torch_private.STOCK_SDPA
+    return original if original is not _packed else _torch_private.STOCK_SDPA

@@ -354,6 +354,40 @@ def test_case_35_a_patch_that_found_ours_and_stays_is_stock_elsewhere(wrap):
         F.scaled_dot_product_attention = STOCK
 
 
+@pytest.mark.parametrize("armed", [True, False])
+def test_case_35_patches_upon_patches_that_found_ours(armed):
+    model = hooked(Attention())
+    calls = []
+
+    def patch_by(name):
+        original = F.scaled_dot_product_attention
+
+        def theirs(*args, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        F.scaled_dot_product_attention = theirs
+
+    x = operand()
+    if armed:
+        enable_cp1_packed_varlen(IDS, "flash")
+    try:
+        for name in "abc":
+            model.self_attn.before = lambda name=name: patch_by(name)
+            model(x)
+        model.self_attn.before = lambda: None
+        for _ in range(2):
+            calls.clear()
+            torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x), STOCK(x, x, x))
+            assert calls == ["c", "b", "a"]
+            calls.clear()
+            torch.testing.assert_close(model(x), packed_result(x) if armed else STOCK(x, x, x))
+            assert calls == ([] if armed else ["c", "b", "a"])
+    finally:
+        disable_cp1_packed_varlen()
+        F.scaled_dot_product_attention = STOCK
+
+
 def test_case_33_two_hooked_threads_and_a_bystander():
     rounds = 200
     failures = []
