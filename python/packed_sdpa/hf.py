@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -471,6 +472,8 @@ def _count_taken(
 ) -> None:
     if mask.ledger is None:
         return
+    if module not in mask.ledger.records and not _is_attached(module):
+        _warn_of_stranger(module, mask.ledger)
     choice = choice_of(
         mask.documents,
         query,
@@ -481,6 +484,17 @@ def _count_taken(
         dropout_p=dropout,
     )
     mask.ledger.record(module).count_taken(choice, mask.window_size)
+
+
+def _warn_of_stranger(module: nn.Module, ledger: Ledger) -> None:
+    """Another model that shares the attached one's config has our name too, and was called within its forward."""
+    message = (
+        f"{type(module).__name__} was not there when attach was called, and ran in a packed forward: it is packed like "
+        "the model's own; give another model a config of its own (copy.deepcopy), or attach after adding a layer"
+    )
+    if message not in ledger.warned:
+        ledger.warned.add(message)
+        warnings.warn(f"packed_sdpa: {message}", UserWarning, stacklevel=2)
 
 
 def _count_passed(module: nn.Module, query: Tensor, key: Tensor) -> None:

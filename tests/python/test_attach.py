@@ -775,3 +775,12 @@ def test_offsets_of_a_paged_cache_are_no_documents(batch):
     assert find_documents(batch) is not None
     offsets = {"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": {}}
     assert find_documents({**batch, **offsets, "cache": object(), "block_table": None}) is None
+
+
+def test_another_model_of_the_same_config_within_a_packed_forward_is_told_of(llama, batch):
+    teacher = type(llama)(llama.config)
+    llama.model.layers[0].register_forward_pre_hook(
+        lambda *_: teacher(input_ids=batch["input_ids"], use_cache=False) and None
+    )
+    with packed_sdpa.attach(llama), pytest.warns(UserWarning, match="LlamaAttention was not there when attach"):
+        llama(**batch)
