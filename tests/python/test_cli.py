@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -190,7 +191,28 @@ def test_check_proves_isolation_of_a_model_folder(tmp_path: Path, capsys: pytest
     code = cli.main(["check", "--model", str(folder), "--data", str(tmp_path / "a.txt"), "--seq-len", "64"])
     out = capsys.readouterr().out
     assert code == 0, out
-    assert out.count("holds") == 3 and "LlamaForCausalLM" in out
+    assert out.count("holds") == 2 and "LlamaForCausalLM" in out
+    for name in ("changed document", "gradient", "document alone"):
+        assert re.search(rf"{name} +│ ok +│", out), out
+
+
+def test_check_names_the_first_layer_that_leaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.FalconH1Config(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("To be or not to be, that is the question. " * 9, encoding="utf-8")
+    with pytest.warns(UserWarning, match="state-space"):
+        code = cli.main(
+            ["check", "--model", str(tmp_path / "model"), "--data", str(tmp_path / "a.txt"), "--seq-len", "64"]
+        )
+    out = " ".join(capsys.readouterr().out.split())
+    assert code == 1 and "NOT isolated" in out
+    assert "model.layers.0.mamba: FalconH1Mixer mixes tokens without attention" in out.replace("│", " ").replace(
+        "  ", " "
+    )
 
 
 def test_version_and_oldest_python_are_stated_once() -> None:
