@@ -370,7 +370,7 @@ def test_mixture_of_experts_of_transformers_in_bfloat16(implementation):
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [1, 4])
 def test_experts_chosen_by_close_scores_in_bfloat16(seed):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
@@ -383,7 +383,7 @@ def test_experts_chosen_by_close_scores_in_bfloat16(seed):
     with packed_sdpa.attach(model):
         tokens = torch.randint(256, positions.shape)
         result = packed_sdpa.check_isolation(model, {"input_ids": tokens, "position_ids": positions})
-    assert result.ok, str(result)  # two of the seeds differ by more than is usual: the stock model's rounding does too
+    assert result.ok, str(result)  # these seeds differ by more than is usual: the stock model's rounding does too
 
 
 def test_what_is_not_the_stock_models_rounding_is_told_in_bfloat16():

@@ -204,15 +204,12 @@ def test_check_names_the_first_layer_that_leaks(tmp_path: Path, capsys: pytest.C
     )  # fmt: skip
     config.save_pretrained(tmp_path / "model")
     (tmp_path / "a.txt").write_text("To be or not to be, that is the question. " * 9, encoding="utf-8")
+    short = ("--seq-len", "64")
     with pytest.warns(UserWarning, match="state-space"):
-        code = cli.main(
-            ["check", "--model", str(tmp_path / "model"), "--data", str(tmp_path / "a.txt"), "--seq-len", "64"]
-        )
-    out = " ".join(capsys.readouterr().out.split())
+        code = cli.main(["check", "--model", str(tmp_path / "model"), "--data", str(tmp_path / "a.txt"), *short])
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert code == 1 and "NOT isolated" in out
-    assert "model.layers.0.mamba: FalconH1Mixer mixes tokens without attention" in out.replace("│", " ").replace(
-        "  ", " "
-    )
+    assert "model.layers.0.mamba: FalconH1Mixer mixes tokens without attention" in out
 
 
 def test_version_and_oldest_python_are_stated_once() -> None:
