@@ -81,12 +81,7 @@ def help_topic_seqlens(seq_len: int, seed: int = 0) -> tuple[int, ...]:
     """Lengths of Python's help topics (4 bytes a token), in a seeded order, until ``seq_len`` is full."""
     sizes = [math.ceil(len(text.encode()) / _BYTES_PER_TOKEN) for text in help_topics().values()]
     order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(seed)).tolist()
-    lengths: list[int] = []
-    left = seq_len
-    while left:
-        lengths.append(min(left, sizes[order[len(lengths) % len(order)]]))
-        left -= lengths[-1]
-    return tuple(lengths)
+    return repeated(tuple(sizes[place] for place in order), seq_len)
 
 
 def kernel_cases() -> dict[str, Case]:
